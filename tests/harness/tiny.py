@@ -1,0 +1,248 @@
+"""Tiny hybrid checkpoints with random, well scaled weights: real architectures, a few hundred kilobytes.
+
+    folder = build("qwen3-next")          # or: python tests/harness/tiny.py qwen3-next
+
+Deterministic per name and version of this file, built once into a cache folder that git ignores. This module
+stands alone (torch, transformers, safetensors, tokenizers), so that it can also be loaded by its path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_CACHE = Path(__file__).resolve().parents[2] / ".cache" / "tiny"
+VOCABULARY = 320
+"""Token ids a prompt may use are 2 to 257 (bytes); 0 and 1 are special, the rest pad the table."""
+
+NAMES = ("qwen3-next", "qwen3-next-deep", "qwen3.5")
+"""`deep` has 3 linear layers and 1 full one, as the real models' period; the others 1 and 1, for speed."""
+
+WEIGHT_STD, EMBEDDING_STD, CONV_STD = 0.2, 1.0, 0.5
+"""Standard deviations that keep activations near 1 through the layers, so that logits differ clearly."""
+
+
+def build(name: str, cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Folder of the tiny checkpoint `name` (one of NAMES), built if it is not there yet.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name not in NAMES:
+        raise ValueError(f"unknown tiny model {name!r}; there are {', '.join(NAMES)}")
+    root = Path(cache_dir) if cache_dir is not None else DEFAULT_CACHE
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / name
+    stamp = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    with _lock(root / f".{name}.lock"):
+        if _read(folder / "stamp") != stamp:
+            shutil.rmtree(folder, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=root) as scratch:
+                _write_checkpoint(name, Path(scratch))
+                Path(scratch, "stamp").write_text(stamp)
+                shutil.copytree(scratch, folder)
+    return folder
+
+
+def config(name: str) -> dict[str, Any]:
+    """The config.json of a tiny model, as published checkpoints of that architecture write it."""
+    layers = 4 if name.endswith("-deep") else 2
+    body = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        hidden_act="silu",
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        partial_rotary_factor=0.5,
+        tie_word_embeddings=False,
+        attn_output_gate=True,
+        dtype="float16",
+        bos_token_id=0,
+        eos_token_id=0,
+        # SGLang's in-tree replay kernel takes head dims from 32 on
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        full_attention_interval=layers,
+        layer_types=["linear_attention"] * (layers - 1) + ["full_attention"],
+    )
+    if name.startswith("qwen3-next"):
+        experts = dict(
+            num_experts=4,
+            num_experts_per_tok=2,
+            decoder_sparse_step=1,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+            norm_topk_prob=True,
+            mlp_only_layers=[],
+        )
+        return dict(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", **body, **experts)
+    rope = dict(
+        rope_type="default",
+        rope_theta=10000.0,
+        partial_rotary_factor=0.5,
+        mrope_interleaved=True,
+        mrope_section=[2, 1, 1],
+    )
+    vision = dict(
+        model_type="qwen3_5",
+        depth=1,
+        hidden_size=32,
+        intermediate_size=32,
+        num_heads=2,
+        in_channels=3,
+        patch_size=4,
+        spatial_merge_size=2,
+        temporal_patch_size=2,
+        out_hidden_size=64,
+        num_position_embeddings=16,
+        hidden_act="gelu_pytorch_tanh",
+        deepstack_visual_indexes=[],
+    )
+    return dict(
+        architectures=["Qwen3_5ForConditionalGeneration"],
+        model_type="qwen3_5",
+        dtype="float16",
+        tie_word_embeddings=False,
+        image_token_id=310,
+        video_token_id=311,
+        vision_start_token_id=312,
+        vision_end_token_id=313,
+        text_config=dict(model_type="qwen3_5_text", rope_parameters=rope, **body),
+        vision_config=vision,
+    )
+
+
+def _write_checkpoint(name: str, folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    _write_json(folder / "config.json", config(name))
+    _write_tokenizer(folder)
+    if name == "qwen3.5":
+        _write_processors(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = load_skeleton(folder)
+        for key, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                std = CONV_STD if "conv1d" in key else EMBEDDING_STD if "embed" in key else WEIGHT_STD
+                parameter.data.normal_(0, std)
+    weights = dict(_published_names(model.to(torch.float16).state_dict()))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_skeleton(folder: Path) -> Any:
+    """The transformers model of a checkpoint folder in float32, with the library's own initial weights."""
+    import torch
+    from transformers import AutoConfig
+
+    parsed = AutoConfig.from_pretrained(folder)
+    return auto_class(parsed).from_config(parsed, dtype=torch.float32)
+
+
+def auto_class(parsed: Any) -> Any:
+    """The transformers auto class that loads a model of this configuration."""
+    _ensure_torchvision()
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if hasattr(parsed, "vision_config") else AutoModelForCausalLM
+
+
+def _published_names(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Experts one by one: transformers 5 stacks them, published checkpoints (and SGLang's loader) do not."""
+    for key, value in state.items():
+        if key.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(value):
+                gate, up = both.chunk(2, dim=0)
+                yield key.replace("gate_up_proj", f"{expert}.gate_proj.weight"), gate.clone()
+                yield key.replace("gate_up_proj", f"{expert}.up_proj.weight"), up.clone()
+        elif key.endswith("experts.down_proj"):
+            for expert, down in enumerate(value):
+                yield key.replace("down_proj", f"{expert}.down_proj.weight"), down.clone()
+        else:
+            yield key, value.contiguous()
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """One token per byte, after two special ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|pad|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=256 + len(special), special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["a b"], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    settings = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        eos_token=special[0],
+        pad_token=special[1],
+        model_max_length=8192,
+        chat_template=template,
+    )
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _write_processors(folder: Path) -> None:
+    """The image and video processors that a Qwen3.5 folder must have, also to serve text."""
+    common = dict(processor_class="Qwen3VLProcessor", patch_size=4, merge_size=2, temporal_patch_size=2)
+    image = dict(image_processor_type="Qwen2VLImageProcessor", min_pixels=64, max_pixels=4096, **common)
+    image.update(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    size = dict(shortest_edge=64, longest_edge=4096)
+    video = dict(video_processor_type="Qwen3VLVideoProcessor", size=size, **common)
+    _write_json(folder / "preprocessor_config.json", image)
+    _write_json(folder / "video_preprocessor_config.json", video)
+
+
+def _ensure_torchvision() -> None:
+    """Qwen3.5's classes import torchvision, whose wheel wants help beside a CPU torch."""
+    with contextlib.suppress(ImportError):  # on a GPU host torchvision loads as it is
+        from replayssm_cpu_host import torch_gaps
+
+        torch_gaps.ensure_torchvision()
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1))
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with open(path, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    for requested in sys.argv[1:] or NAMES:
+        print(build(requested))

@@ -1,0 +1,165 @@
+"""Launch arguments: what the flag asks for, what is refused, and how the in-tree flag is put to sleep.
+
+The user's wish stays in the raw record (`get_server_args().enable_linear_replayssm`); the *resolved* in-tree
+value is declared False, so that none of SGLang's own replay code allocates or runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+DISABLE_ENV = "SGLANG_REPLAYSSM_DISABLE"
+U_DTYPE_ENV = "SGLANG_REPLAYSSM_U_DTYPE"
+MAX_CAPACITY = 64
+FLAG = "--enable-linear-replayssm"
+# Architectures whose greedy output is tested against a reference (docs/support.md).
+GDN_ARCHITECTURES = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+
+# (attribute of the resolving view, value test, what it is, what to change). One row per refusal: a
+# configuration that no test proves is refused, never half-working.
+_REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    ("enable_linear_replayssm_spec", bool, "ring spec-verify", "drop --enable-linear-replayssm-spec"),
+    ("speculative_algorithm", bool, "speculative decoding", "drop --speculative-algorithm"),
+    ("enable_hierarchical_cache", bool, "the hierarchical cache", "drop --enable-hierarchical-cache"),
+    ("enable_lmcache", bool, "LMCache", "drop --enable-lmcache"),
+    (
+        "enable_unified_cache_external_linker",
+        bool,
+        "an external cache linker",
+        "drop --enable-unified-cache-external-linker",
+    ),
+    ("radix_cache_backend", bool, "another radix-cache backend", "drop --radix-cache-backend"),
+    ("disaggregation_mode", lambda v: v != "null", "PD disaggregation", "drop --disaggregation-mode"),
+    ("enable_streaming_session", bool, "streaming sessions", "drop --enable-streaming-session"),
+    ("enable_session_radix_cache", bool, "the session radix cache", "drop --enable-session-radix-cache"),
+    ("enable_unified_memory", bool, "unified memory", "drop --enable-unified-memory"),
+    ("enable_page_major_kv_layout", bool, "the page-major layout", "drop --enable-page-major-kv-layout"),
+    ("enable_int8_mamba_checkpoint", bool, "int8 state checkpoints", "drop --enable-int8-mamba-checkpoint"),
+    ("enable_mamba_cache_stochastic_rounding", bool, "stochastic rounding of the state", "drop the flag"),
+    ("pp_size", lambda v: v > 1, "pipeline parallelism", "use --pp-size 1"),
+    ("tp_size", lambda v: v > 1, "tensor parallelism", "use --tp-size 1"),
+    ("dp_size", lambda v: v > 1, "data parallelism", "use --dp-size 1"),
+    ("enable_dp_attention", bool, "DP attention", "drop --enable-dp-attention"),
+    ("dcp_size", lambda v: v > 1, "decode context parallelism", "use --dcp-size 1"),
+    ("attn_cp_size", lambda v: v > 1, "context parallelism", "use --attn-cp-size 1"),
+    ("enable_two_batch_overlap", bool, "two-batch overlap", "drop --enable-two-batch-overlap"),
+    ("enable_pdmux", bool, "prefill-decode multiplexing", "drop --enable-pdmux"),
+    ("enable_mis", bool, "multi-item scoring", "drop --enable-mis"),
+    ("use_ray", bool, "the Ray launcher", "drop --use-ray"),
+    ("dllm_algorithm", bool, "diffusion language models", "drop --dllm-algorithm"),
+    ("enable_torch_compile", bool, "torch.compile", "drop --enable-torch-compile"),
+    ("enable_memory_saver", bool, "the memory saver", "drop --enable-memory-saver"),
+    (
+        "enable_deterministic_inference",
+        bool,
+        "deterministic inference",
+        "drop --enable-deterministic-inference",
+    ),
+)
+
+
+def disabled_by_environment() -> bool:
+    """Whether the kill switch is set: SGLang then behaves as if this package were not installed."""
+    return os.environ.get(DISABLE_ENV, "").lower() not in ("", "0", "false")
+
+
+def requested() -> bool:
+    """Whether the published server arguments ask for buffered decode."""
+    from sglang.srt.runtime_context import get_server_args
+
+    try:
+        return bool(get_server_args().enable_linear_replayssm)
+    except ValueError:  # nothing published in this process yet
+        return False
+
+
+def u_dtype_name() -> str:
+    """dtype of the ring's u records, "float32" (default, DESIGN invariant 7) or "bfloat16"."""
+    name = os.environ.get(U_DTYPE_ENV, "float32")
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"{U_DTYPE_ENV}={name!r}: set it to float32 (the default) or bfloat16.")
+    return name
+
+
+def refusals(view: Any, architectures: list[str], is_gdn: bool) -> list[str]:
+    """Reasons not to launch with the flag, as full sentences; empty when the configuration is supported.
+
+    Args:
+        view: an object with SGLang's server-argument fields, already resolved as far as they are.
+        architectures: `architectures` of the model's config.
+        is_gdn: whether SGLang sees Gated DeltaNet layers in the model.
+    """
+    found = []
+    if not is_gdn or architectures[0] not in GDN_ARCHITECTURES:
+        found.append(
+            f"{FLAG} supports {', '.join(GDN_ARCHITECTURES)}; this model is {architectures[0]}. Drop the flag."
+        )
+    capacity = view.linear_replayssm_cache_len
+    if not 1 <= capacity <= MAX_CAPACITY:
+        found.append(f"--linear-replayssm-cache-len must be 1 to {MAX_CAPACITY}, got {capacity}.")
+    decode = view.linear_attn_decode_backend or view.linear_attn_backend
+    if decode != "triton":
+        found.append(
+            f"{FLAG} brings its own decode kernel in the place of the triton one; the linear-attention decode "
+            f"backend is {decode!r}. Use --linear-attn-decode-backend triton."
+        )
+    for field, test, what, change in _REFUSALS:
+        value = getattr(view, field)
+        if value is not None and test(value):
+            found.append(f"{FLAG} is not proven with {what} yet: {change}, or drop {FLAG}.")
+    found.extend(_device_refusals(view.device))
+    try:
+        u_dtype_name()
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def _device_refusals(device: str | None) -> list[str]:
+    import torch
+
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device in (None, "cuda") and torch.version.hip is None:
+        return []
+    if device == "cpu" and interpreted:
+        return []
+    name = "an AMD GPU" if device == "cuda" else f"--device {device}"
+    return [f"{FLAG} needs an NVIDIA GPU (or Triton's interpreter on the CPU, for tests); this is {name}."]
+
+
+def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Resolution hook around SGLang's `handle_linear_attn_backend`.
+
+    Raises:
+        ValueError: the configuration is refused; the message holds every reason.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+
+    view = resolving_view(server_args)
+    if not view.enable_linear_replayssm:
+        previous(server_args)
+        return
+    model_config = model_config_of(server_args)
+    reasons = refusals(
+        view, list(model_config.hf_config.architectures), hybrid_gdn_config(model_config) is not None
+    )
+    if reasons:
+        raise ValueError(" ".join(reasons))
+    from sglang_replayssm.plugin import require_live_hooks
+
+    require_live_hooks()
+    # The raw record keeps the user's True; what SGLang resolves is False, and its replay code stays asleep.
+    declare_resolution(server_args, "sglang_replayssm", enable_linear_replayssm=False)
+    previous(server_args)

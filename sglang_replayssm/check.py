@@ -1,0 +1,134 @@
+"""`sglang-replayssm-check` (or `python -m sglang_replayssm.check`): does this installation work, and what is on.
+
+Prints the versions, the hook table, the kernels' numeric self-test on this machine's device, and the switches in
+the environment. Exit status 1 when anything is wrong; the line that is wrong says what to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable
+
+from sglang_replayssm import __version__, arguments, seams
+
+OK, BAD, NOTE = "ok", "FAIL", "note"
+
+
+class Report:
+    """Lines of (status, subject, detail), printed as they come; `failed` once one of them was FAIL."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def add(self, status: str, subject: str, detail: str) -> None:
+        self.failed |= status == BAD
+        print(f"{status:>4}  {subject:<26} {detail}", flush=True)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_versions(report: Report) -> bool:
+    """Python, torch, Triton and SGLang are there; SGLang's version is one that is tested. False stops the check."""
+    report.add(OK, "sglang-replayssm", f"{__version__}, Python {platform.python_version()}")
+    for name in ("torch", "triton", "sglang"):
+        version = _version(name)
+        if version is None:
+            report.add(BAD, name, "not installed in this environment; install SGLang first")
+        elif name == "sglang" and version not in seams.TESTED_SGLANG:
+            report.add(NOTE, name, f"{version}; tested with {', '.join(seams.TESTED_SGLANG)}")
+        else:
+            report.add(OK, name, version)
+    return not report.failed
+
+
+def check_entry_point(report: Report) -> None:
+    """SGLang finds the plugin, and nothing in the environment keeps it out."""
+    points = importlib.metadata.entry_points(group="sglang.srt.plugins")
+    mine = [point for point in points if point.value == "sglang_replayssm.plugin:register"]
+    if not mine:
+        report.add(BAD, "entry point", "SGLang does not see the plugin: install the package with pip")
+    elif arguments.disabled_by_environment():
+        report.add(NOTE, "entry point", f"found, but {arguments.DISABLE_ENV} switches the plugin off")
+    elif (only := os.environ.get("SGLANG_PLUGINS")) and mine[0].name not in only.split(","):
+        report.add(
+            BAD, "entry point", f"SGLANG_PLUGINS={only} leaves the plugin out: add {mine[0].name!r} to it"
+        )
+    else:
+        report.add(OK, "entry point", f"{mine[0].name} = {mine[0].value}")
+
+
+def check_seams(report: Report) -> None:
+    """Every name of SGLang that the plugin touches is there with the expected shape."""
+    try:
+        differences = seams.differences()
+    except Exception as error:
+        differences = [repr(error)]
+    for difference in differences:
+        report.add(BAD, "hook table", difference)
+    if not differences:
+        overrides = sum(seam.use == "override" for seam in seams.SEAMS)
+        report.add(OK, "hook table", f"{len(seams.SEAMS)} names match, {overrides} of them overridden")
+    else:
+        report.add(BAD, "hook table", f"install sglang=={seams.TESTED_SGLANG[0]} or a newer sglang-replayssm")
+
+
+def check_kernels(report: Report) -> None:
+    """The kernels compile and agree with the fp64 reference on this machine."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        report.add(
+            NOTE, "kernels", "no GPU here; TRITON_INTERPRET=1 runs the self-test in Triton's interpreter"
+        )
+        return
+    from replayssm_kernels import selftest
+
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU, Triton's interpreter"
+    report.add(OK, "device", name)
+    for test, error, bound, passed in selftest.run(device):
+        report.add(OK if passed else BAD, "kernels", f"{test}: error {error:.1e}, bound {bound:.0e}")
+
+
+def check_environment(report: Report) -> None:
+    """Switches of ours that are set."""
+    try:
+        report.add(OK, "u records", f"{arguments.u_dtype_name()} ({arguments.U_DTYPE_ENV})")
+    except ValueError as error:
+        report.add(BAD, "u records", str(error))
+    report.add(
+        NOTE,
+        "on when",
+        f"a server starts with {arguments.FLAG}; supported: {', '.join(arguments.GDN_ARCHITECTURES)}",
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run every check; 0 when all is well, else 1."""
+    parser = argparse.ArgumentParser(prog="sglang-replayssm-check", description=__doc__.splitlines()[0])
+    parser.parse_args(argv)
+    report = Report()
+    checks: tuple[Callable[[Report], None], ...] = (
+        check_entry_point,
+        check_seams,
+        check_kernels,
+        check_environment,
+    )
+    if check_versions(report):
+        for check in checks:
+            check(report)
+    print("Something is wrong; see the FAIL lines above." if report.failed else "All is well.")
+    return int(report.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""What SGLang's hook registry puts around SGLang's functions. Each hook is a pass-through where no ring exists.
+
+`HOOKS` maps every overridden target of `seams.SEAMS` to its function; all are AROUND hooks, called with the
+original function first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_replayssm import arguments, memory_plan
+from sglang_replayssm.request_ring import ATTRIBUTE, RequestRing, ring_of
+from sglang_replayssm.seams import SEAMS
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+Original = Callable[..., Any]
+
+
+# -- launch -----------------------------------------------------------------------------------------------------------
+
+
+def publish(original: Original, server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """runtime_context.publish: every process of a server with the flag on proves that its hooks are live."""
+    result = original(server_args, *args, **kwargs)
+    if getattr(server_args, "enable_linear_replayssm", False):
+        from sglang_replayssm.plugin import require_live_hooks
+
+        require_live_hooks()
+    return result
+
+
+def handle_max_mamba_cache(original: Original, configurator: Any, total_rest_memory: float) -> float:
+    """KVCacheConfigurator._handle_max_mamba_cache: take the ring out of the budget (GiB) before slots and KV share it."""
+    if not arguments.requested():
+        return original(configurator, total_rest_memory)
+    return original(configurator, total_rest_memory - memory_plan.reserve(configurator, total_rest_memory))
+
+
+def build_hybrid_req_pool(original: Original, configurator: Any, **kwargs: Any) -> Any:
+    """KVCacheConfigurator._build_hybrid_req_pool: the request pool gets its ring."""
+    pool = original(configurator, **kwargs)
+    if arguments.requested():
+        shape = memory_plan.ring_shape(configurator, rows=pool.req_to_token.shape[0])
+        memory_plan.require_reserved(configurator, shape)
+        setattr(pool, ATTRIBUTE, RequestRing(shape, pool, configurator.device))
+    return pool
+
+
+# -- forward ----------------------------------------------------------------------------------------------------------
+
+
+def model_forward(
+    original: Original, runner: Any, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
+) -> Any:
+    """ModelRunner.forward: the one place that every real forward passes, on the forward stream."""
+    ring = ring_of(runner.req_to_token_pool)
+    if ring is not None and not runner.is_draft_worker:
+        ring.before_forward(forward_batch)
+    return original(runner, forward_batch, *args, **kwargs)
+
+
+class BufferedDecode:
+    """Takes the place of the dispatcher's decode kernel; the backend tells it which layer and rows come next."""
+
+    supports_packed_decode = True
+
+    def __init__(self, ring: RequestRing) -> None:
+        self._ring = ring
+        self.layer_id = -1
+        self.rows: torch.Tensor | None = None
+
+    def packed_decode(
+        self,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        A_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        scale: float,
+        ssm_states: torch.Tensor,
+        cache_indices: torch.Tensor,
+        num_v_heads: int,
+        head_v_dim: int,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """Output [1, B, HV, V], as SGLang's packed decode returns it."""
+        assert self.rows is not None
+        out = self._ring.decode_layer(
+            self.layer_id,
+            mixed_qkv,
+            a,
+            b,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            scale=scale,
+            slots=cache_indices,
+            rows=self.rows,
+        )
+        return out.unsqueeze(0)
+
+
+def gdn_init(original: Original, backend: Any, model_runner: Any) -> None:
+    """GDNAttnBackend.__init__: buffered decode becomes this backend's decode kernel."""
+    original(backend, model_runner)
+    if model_runner.is_draft_worker or not arguments.requested():
+        return
+    ring = ring_of(backend.req_to_token_pool)
+    if ring is None:
+        raise RuntimeError(
+            f"{arguments.FLAG} is on, but this server's request pool has no ring: a hook of sglang-replayssm was "
+            "not reached. Run sglang-replayssm-check, or drop the flag."
+        )
+    backend.kernel_dispatcher.decode_kernel = BufferedDecode(ring)
+    backend.kernel_dispatcher.supports_packed_decode = True
+
+
+def _buffered(backend: Any) -> RequestRing | None:
+    """The ring of a backend whose decode kernel is ours."""
+    if isinstance(backend.kernel_dispatcher.decode_kernel, BufferedDecode):
+        return ring_of(backend.req_to_token_pool)
+    return None
+
+
+def gdn_init_metadata(original: Original, backend: Any, forward_batch: ForwardBatch) -> None:
+    """GDNAttnBackend.init_forward_metadata: eager forwards."""
+    original(backend, forward_batch)
+    ring = _buffered(backend)
+    if ring is not None and forward_batch.logical_forward_mode.is_decode():
+        _plan(ring, backend, forward_batch)
+
+
+def gdn_init_metadata_out_graph(
+    original: Original, backend: Any, forward_batch: ForwardBatch, in_capture: bool = False
+) -> None:
+    """GDNAttnBackend.init_forward_metadata_out_graph: before a graph replay, and once while one is captured."""
+    original(backend, forward_batch, in_capture=in_capture)
+    ring = _buffered(backend)
+    if ring is None:
+        return
+    if in_capture:
+        ring.disarm(forward_batch.batch_size)
+    elif forward_batch.forward_mode.is_decode_or_idle():
+        _plan(ring, backend, forward_batch)
+
+
+def _plan(ring: RequestRing, backend: Any, batch: ForwardBatch) -> None:
+    size = batch.batch_size
+    metadata = backend.forward_metadata
+    mask, track = batch.mamba_track_mask, metadata.mamba_track_indices
+    tracks = mask is not None and track is not None
+    ring.plan_decode(
+        batch.req_pool_indices[:size],
+        batch.seq_lens[:size],
+        metadata.mamba_cache_indices[:size],
+        mask[:size] if tracks else None,
+        track[:size] if tracks else None,
+    )
+
+
+def gdn_forward_decode(
+    original: Original, backend: Any, layer: Any, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
+) -> Any:
+    """GDNAttnBackend.forward_decode: names the layer and the rows for the kernel call inside."""
+    kernel = backend.kernel_dispatcher.decode_kernel
+    if isinstance(kernel, BufferedDecode):
+        kernel.layer_id = layer.layer_id
+        kernel.rows = forward_batch.req_pool_indices
+    return original(backend, layer, forward_batch, *args, **kwargs)
+
+
+def gdn_track_decode(
+    original: Original,
+    backend: Any,
+    forward_batch: ForwardBatch,
+    conv_states: torch.Tensor,
+    ssm_states: torch.Tensor,
+    cache_indices: torch.Tensor,
+    layer_id: int | None = None,
+) -> None:
+    """GDNAttnBackend._track_mamba_state_decode: the slot's state lags, so the snapshot is materialised instead of copied.
+
+    SGLang's own kernel still copies the conv window, which stands at this step's token; it wants two pools, and
+    copying the same window twice costs less than a copy of the state that would be overwritten.
+    """
+    ring = _buffered(backend)
+    if ring is None:
+        original(backend, forward_batch, conv_states, ssm_states, cache_indices, layer_id)
+        return
+    if forward_batch.mamba_track_mask is None or layer_id != ring.last_layer_id:
+        return
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import track_mamba_states_all_layers
+
+    track_mamba_states_all_layers(
+        ring.conv,
+        ring.conv,
+        cache_indices,
+        forward_batch.mamba_track_mask,
+        backend.forward_metadata.mamba_track_indices,
+        forward_batch.batch_size,
+    )
+    ring.snapshot()
+
+
+# -- prefix cache -----------------------------------------------------------------------------------------------------
+
+
+def prepare_for_caching_req(
+    original: Original, component: Any, req: Any, insert_params: Any, token_ids_len: int, is_finished: bool
+) -> int | None:
+    """MambaComponent.prepare_for_caching_req: under no_buffer the request's own slot is what the tree keeps.
+
+    Under extra_buffer the tree keeps track slots, which are exact already. Under no_buffer the slot is folded
+    first; where the key stops short of the state (stop inside a committed run, stripped reasoning), no state can
+    be named by that key and none is kept: conv and temporal must stand at the key's token count.
+    """
+    ring = ring_of(component.cache.req_to_token_pool)
+    if ring is not None and not component.cache.enable_mamba_extra_buffer:
+        if is_finished and token_ids_len != req.kv.kv_committed_len:
+            return 0
+        ring.fold_row(req.kv.req_pool_idx, req.kv.mamba_pool_idx, token_ids_len)
+    return original(
+        component, req=req, insert_params=insert_params, token_ids_len=token_ids_len, is_finished=is_finished
+    )
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "publish": publish,
+    "_handle_max_mamba_cache": handle_max_mamba_cache,
+    "_build_hybrid_req_pool": build_hybrid_req_pool,
+    "forward": model_forward,
+    "__init__": gdn_init,
+    "init_forward_metadata": gdn_init_metadata,
+    "init_forward_metadata_out_graph": gdn_init_metadata_out_graph,
+    "forward_decode": gdn_forward_decode,
+    "_track_mamba_state_decode": gdn_track_decode,
+    "prepare_for_caching_req": prepare_for_caching_req,
+}
+HOOKS: dict[str, Callable[..., Any]] = {
+    seam.target: _FUNCTIONS[seam.target.rsplit(".", 1)[1]] for seam in SEAMS if seam.use == "override"
+}

@@ -1,0 +1,106 @@
+"""The ring in SGLang's memory plan: keyed by request row, charged once, before slots and KV share what is left.
+
+SGLang fixes the number of rows only after it has sized the slots, and the slots from the memory that the ring
+leaves. `rows_for` solves that: the smallest number of rows whose charge still covers the rows that result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from replayssm_kernels.ring import RingShape
+
+from sglang_replayssm import arguments
+
+GIB = 1 << 30
+# SGLang never plans for more running requests than this without an explicit --max-running-requests.
+_MOST_REQUESTS = 4096
+_reserved: dict[int, int] = {}
+
+
+def ring_shape(configurator: Any, rows: int) -> RingShape:
+    """Shape of the ring for the configurator's model shard and `rows` request rows (padding row included)."""
+    from sglang.srt.runtime_context import get_server_args
+
+    params = configurator.mambaish_config.mamba2_cache_params
+    v_heads, value_dim, key_dim = params.shape.temporal
+    return RingShape(
+        layers=len(params.layers),
+        rows=rows,
+        k_heads=params.shape.num_k_heads_per_tp,
+        v_heads=v_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        capacity=get_server_args().linear_replayssm_cache_len,
+        key_dtype=configurator.model_config.dtype,
+        u_dtype=getattr(torch, arguments.u_dtype_name()),
+    )
+
+
+def rows_for(most: int, rows_that_fit: Callable[[int], int]) -> int:
+    """Smallest r in 0..most with rows_that_fit(r) <= r, where rows_that_fit falls as more rows are charged.
+
+    Args:
+        most: rows that can ever be asked for.
+        rows_that_fit: rows that SGLang would create when r rows are charged to the plan.
+    """
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        if rows_that_fit(middle) <= middle:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def reserve(configurator: Any, total_rest_memory: float) -> float:
+    """GiB to take out of the plan for the ring, and remember for how many rows.
+
+    Raises:
+        RuntimeError: the ring leaves nothing for slots and KV; the message has the arithmetic.
+    """
+    from sglang.srt.runtime_context import get_memory, get_schedule
+
+    per_row = ring_shape(configurator, rows=2).bytes_per_row()
+    slot = configurator.mambaish_config.mamba2_cache_params.mamba_cache_per_req
+    ratio = configurator._calculate_mamba_ratio()
+    schedule = get_schedule()
+    most = min(
+        _MOST_REQUESTS, max(1, (schedule.max_running_requests or _MOST_REQUESTS) // configurator.attn_dp_size)
+    )
+    share = schedule.mamba_full_memory_ratio / (1 + schedule.mamba_full_memory_ratio)
+
+    def requests_that_fit(rows: int) -> int:
+        # An upper bound of what SGLang sizes: its padding slot and page rounding only lower it.
+        if schedule.max_mamba_cache_size is not None:
+            slots = schedule.max_mamba_cache_size // configurator.attn_dp_size
+        elif get_memory().disable_radix_cache and schedule.max_running_requests is not None:
+            slots = most
+        else:
+            slots = int((total_rest_memory * GIB - (rows + 1) * per_row) * share // slot)
+        return max(0, min(most, slots // ratio))
+
+    requests = rows_for(most, requests_that_fit)
+    rows = requests + 1  # the padding row
+    charge = rows * per_row / GIB
+    if charge >= total_rest_memory:
+        raise RuntimeError(
+            f"ReplaySSM ring: {rows} request rows x {per_row / (1 << 20):.2f} MiB = {charge:.2f} GiB, but only "
+            f"{total_rest_memory:.2f} GiB are left for ring, states and KV. Lower --max-running-requests or "
+            "--linear-replayssm-cache-len, or raise --mem-fraction-static."
+        )
+    _reserved[id(configurator)] = rows
+    return charge
+
+
+def require_reserved(configurator: Any, shape: RingShape) -> None:
+    """Raise RuntimeError when the pool came out with more rows than the plan was charged for."""
+    rows = _reserved.pop(id(configurator), None)
+    if rows is None or shape.rows > rows:
+        raise RuntimeError(
+            f"ReplaySSM ring: the memory plan was charged for {rows} request rows, but the pool has {shape.rows}. "
+            "This is a bug in sglang-replayssm; --max-running-requests with a smaller number avoids it."
+        )

@@ -1,0 +1,195 @@
+"""The ring of one model shard, keyed by request row, and the moments at which SGLang's steps touch it.
+
+Who owns what, and when it changes hands:
+
+    thing            owner                               changes hands
+    slot             SGLang's MambaPool allocator        exact whenever anyone but the running request reads it
+    request row      SGLang's ReqToTokenPool             at allocation: its generation moves, `_claim_rows` sees it
+    records of a row the request that holds the row      dropped with the row; a fold turns them into the slot's state
+    checkpoint[row]  this class, on the forward stream   set after an extend, moved by folds
+
+Everything is launched on the stream that is current when SGLang calls us, which is the forward stream, so a reset
+can not be overtaken by the previous owner's last step (it was launched earlier on the same stream).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from replayssm_kernels.cursors import StepPlan, mark_fresh, plan_forced_fold, plan_step
+from replayssm_kernels.decode import decode
+from replayssm_kernels.materialise import materialise
+from replayssm_kernels.ring import Ring, RingShape
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+logger = logging.getLogger(__name__)
+
+ATTRIBUTE = "replayssm"  # where the pool carries its RequestRing
+GIB = 1 << 30
+# Warm-up batches may be padded past the pool's rows; the plan's buffers are 20 bytes an entry.
+_MIN_PLAN = 4096
+
+
+def ring_of(pool: Any) -> RequestRing | None:
+    """The RequestRing that belongs to a request pool, or None where buffered decode is off."""
+    return getattr(pool, ATTRIBUTE, None)
+
+
+class RequestRing:
+    """Ring, cursors and per-step plan of one HybridReqToTokenPool.
+
+    Args:
+        shape: the ring's shape; `shape.rows` must equal the pool's rows (row 0 is padding).
+        pool: the request pool whose rows key the ring; its MambaPool holds the slots.
+        device: where the pool lives.
+
+    Raises:
+        ValueError: the shape is outside what the kernels are tested for.
+        RuntimeError: the device has not enough memory for the ring.
+    """
+
+    def __init__(self, shape: RingShape, pool: HybridReqToTokenPool, device: str | torch.device) -> None:
+        shape.validate()
+        size = shape.bytes_per_row() * shape.rows
+        try:
+            self.ring = Ring.allocate(shape, device)
+            self.plan = StepPlan.allocate(max(_MIN_PLAN, shape.rows), device)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"ReplaySSM ring: no memory for {size / GIB:.2f} GiB ({shape.rows} request rows x "
+                f"{shape.bytes_per_row() / (1 << 20):.2f} MiB). Lower --max-running-requests, "
+                f"--linear-replayssm-cache-len or --mem-fraction-static."
+            ) from error
+        cache = pool.mamba_pool.mamba_cache
+        if len(cache.conv) != 1:
+            raise ValueError(f"expected one conv state per layer, found {len(cache.conv)}")
+        self.pool = pool
+        self.state: torch.Tensor = cache.temporal
+        self.conv: torch.Tensor = cache.conv[0]
+        self.layer_index: dict[int, int] = dict(pool.mamba_map)
+        self.last_layer_id = max(self.layer_index, key=self.layer_index.__getitem__)
+        self._device = torch.device(device)
+        self._pinned = self._device.type == "cuda"
+        self._generation = pool.req_generation.clone()
+        self._fault_copy = torch.zeros(1, dtype=torch.int32, pin_memory=self._pinned)
+        self._fault_event = torch.cuda.Event() if self._pinned else None
+        self._fault_pending = False
+        logger.info(
+            "ReplaySSM: buffered decode on, ring of %d records x %d request rows x %d layers = %.2f GiB (u in %s).",
+            shape.capacity,
+            shape.rows,
+            shape.layers,
+            size / GIB,
+            str(shape.u_dtype).removeprefix("torch."),
+        )
+
+    # -- before a forward ---------------------------------------------------------------------------------------------
+
+    def before_forward(self, batch: ForwardBatch) -> None:
+        """Before any forward of the target model: resets rows that changed owner, folds rows that extend.
+
+        A forward that is neither buffered decode nor idle reads and writes the slot itself, so it starts from a
+        folded slot and leaves the checkpoint at the end of the extend (DESIGN invariant 3).
+        """
+        self._claim_rows()
+        mode = batch.logical_forward_mode
+        if mode.is_decode_or_idle():
+            return
+        self._check_faults()
+        rows = batch.req_pool_indices
+        slots = self.pool.get_mamba_indices(rows)
+        plan_forced_fold(self.ring, self.plan.fold, rows, batch.extend_prefix_lens, slots, batch.seq_lens)
+        materialise(self.state, self.ring, self.plan.fold)
+
+    def _claim_rows(self) -> None:
+        """Rows whose generation moved since the last forward have a new owner: nothing of the old one is pending."""
+        generation = self.pool.req_generation
+        if torch.equal(generation, self._generation):
+            return
+        rows = (generation != self._generation).nonzero().flatten()
+        self._generation.copy_(generation)
+        mark_fresh(self.ring, self._to_device(rows))
+
+    # -- decode -------------------------------------------------------------------------------------------------------
+
+    def plan_decode(
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        slots: torch.Tensor,
+        track_mask: torch.Tensor | None,
+        track_slots: torch.Tensor | None,
+    ) -> None:
+        """Once per decode forward, before the first layer: cursors, lists, and the folds that are due.
+
+        Args: [B] device vectors: request rows, token counts with this step's token, slots (-1 padding), track
+            mask and destination slots (-1 none) or None where nothing tracks.
+        """
+        plan_step(self.ring, self.plan, rows, seq_lens, slots, track_mask, track_slots)
+        materialise(self.state, self.ring, self.plan.fold)
+
+    def disarm(self, batch_size: int) -> None:
+        """While a graph is captured: the captured launches see padding only and touch no row."""
+        self.plan.disarm(batch_size)
+
+    def decode_layer(
+        self,
+        layer_id: int,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        A_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        scale: float,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """One layer's buffered decode: output [B, HV, V] in mixed_qkv's dtype; appends one record per row."""
+        index = self.layer_index[layer_id]
+        pending = self.plan.pending[: mixed_qkv.shape[0]]
+        return decode(
+            mixed_qkv, a, b, A_log, dt_bias, self.state[index], self.ring, index, slots, rows, pending, scale
+        )
+
+    def snapshot(self) -> None:
+        """After the last layer: the states that track boundaries of this step asked for, into their track slots."""
+        materialise(self.state, self.ring, self.plan.snapshot)
+
+    # -- slot leaves the request --------------------------------------------------------------------------------------
+
+    def fold_row(self, row: int, slot: torch.Tensor, committed: int) -> None:
+        """Make `slot` (0-dim device tensor) exact at `committed` tokens before it is handed to someone else."""
+        rows = self._to_device(torch.tensor([row]))
+        lens = self._to_device(torch.tensor([committed]))
+        plan_forced_fold(self.ring, self.plan.fold, rows, lens, slot.reshape(1), lens)
+        materialise(self.state, self.ring, self.plan.fold)
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    def _check_faults(self) -> None:
+        """Raise when a kernel met a cursor that can not be right; looks at an asynchronous copy, never waits."""
+        if self._fault_event is None:
+            self._fault_copy.copy_(self.ring.faults)
+        elif self._fault_pending and not self._fault_event.query():
+            return
+        if int(self._fault_copy):
+            raise RuntimeError(
+                f"ReplaySSM: {int(self._fault_copy)} request row(s) had a checkpoint that does not fit their token "
+                "count. Their output is NaN rather than wrong. This is a bug: please report it with the server's "
+                "arguments and log; SGLANG_REPLAYSSM_DISABLE=1 serves without buffered decode."
+            )
+        if self._fault_event is not None:
+            self._fault_copy.copy_(self.ring.faults, non_blocking=True)
+            self._fault_event.record()
+            self._fault_pending = True
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._pinned:
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)

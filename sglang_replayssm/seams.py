@@ -1,0 +1,197 @@
+"""The contract with SGLang: every name of it that this plugin overrides, calls or reads, in one table.
+
+`differences()` compares the table with the SGLang that is installed; `plugin.register` refuses to register
+anything when it is not empty, so that a SGLang of another shape runs as if this package were absent.
+`missing_hooks()` says later, in a running server, which overrides did not reach their target.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+TESTED_SGLANG = ("0.5.23",)
+
+_S = "sglang.srt."
+_GDN = _S + "layers.attention.linear.gdn_backend.GDNAttnBackend."
+_POOL = _S + "mem_cache.memory_pool."
+_CONFIGURATOR = _S + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
+
+
+@dataclasses.dataclass(frozen=True)
+class Seam:
+    """One touched name.
+
+    Attributes:
+        target: dotted path of a function, method, class or class attribute.
+        use: "override" (a hook of ours wraps it), "call" (we call it) or "read" (we read attributes).
+        params: names that the signature must have, in this order, for functions ("override" and "call").
+        fields: for "read": attribute names that the class must have, either declared on it or assigned
+            in its `__init__`.
+    """
+
+    target: str
+    use: Literal["override", "call", "read"]
+    params: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+
+
+SEAMS: tuple[Seam, ...] = (
+    # Arguments
+    Seam(_S + "arg_groups.resolution_hooks.register_resolution_hook", "call", ("name",)),
+    Seam(_S + "arg_groups.overrides.resolving_view", "call", ("server_args",)),
+    Seam(_S + "arg_groups.overrides.model_config_of", "call", ("server_args",)),
+    Seam(_S + "arg_groups.overrides.declare_resolution", "call", ("server_args", "source", "fields")),
+    Seam(_S + "configs.hybrid_arch.hybrid_gdn_config", "call", ("model_config",)),
+    Seam(_S + "runtime_context.publish", "override", ("server_args", "role", "hf_config", "ranks")),
+    Seam(_S + "runtime_context.get_server_args", "call"),
+    Seam(_S + "runtime_context.get_schedule", "call"),
+    Seam(_S + "runtime_context.get_memory", "call"),
+    # Memory plan and pools
+    Seam(_CONFIGURATOR + "_handle_max_mamba_cache", "override", ("self", "total_rest_memory")),
+    Seam(
+        _CONFIGURATOR + "_build_hybrid_req_pool",
+        "override",
+        ("self", "max_num_reqs", "extra_max_context_len"),
+    ),
+    Seam(_CONFIGURATOR + "_calculate_mamba_ratio", "call", ("self",)),
+    Seam(
+        _S + "mem_cache.kv_cache_configurator.KVCacheConfigurator",
+        "read",
+        fields=("mambaish_config", "model_config", "attn_dp_size", "device"),
+    ),
+    Seam(_POOL + "ReqToTokenPool", "read", fields=("req_generation", "req_to_token", "size")),
+    Seam(_POOL + "HybridReqToTokenPool.get_mamba_indices", "call", ("self", "req_indices")),
+    Seam(_POOL + "HybridReqToTokenPool._init_mamba_pool", "read", fields=("mamba_pool", "mamba_map")),
+    Seam(_POOL + "MambaPool.State", "read", fields=("conv", "temporal")),
+    # Forward
+    Seam(
+        _S + "model_executor.model_runner.ModelRunner.forward",
+        "override",
+        ("self", "forward_batch", "skip_attn_backend_init", "pp_proxy_tensors", "reinit_attn_backend")
+        + ("split_forward_count",),
+    ),
+    Seam(
+        _S + "model_executor.forward_batch_info.ForwardBatch",
+        "read",
+        fields=(
+            "forward_mode",
+            "logical_forward_mode",
+            "batch_size",
+            "req_pool_indices",
+            "seq_lens",
+            "extend_prefix_lens",
+            "mamba_track_mask",
+        ),
+    ),
+    Seam(_GDN + "__init__", "override", ("self", "model_runner")),
+    Seam(_GDN + "init_forward_metadata", "override", ("self", "forward_batch")),
+    Seam(_GDN + "init_forward_metadata_out_graph", "override", ("self", "forward_batch", "in_capture")),
+    Seam(
+        _GDN + "forward_decode",
+        "override",
+        ("self", "layer", "forward_batch", "mixed_qkv", "a", "b", "kwargs"),
+    ),
+    Seam(
+        _GDN + "_track_mamba_state_decode",
+        "override",
+        ("self", "forward_batch", "conv_states", "ssm_states", "cache_indices", "layer_id"),
+    ),
+    Seam(
+        _S + "layers.attention.linear.gdn_backend.GDNKernelDispatcher",
+        "read",
+        fields=("decode_kernel", "supports_packed_decode"),
+    ),
+    Seam(
+        _S + "layers.attention.linear.gdn_backend.GDNKernelDispatcher.packed_decode",
+        "call",
+        ("self", "mixed_qkv", "a", "b", "A_log", "dt_bias", "scale", "ssm_states", "cache_indices")
+        + ("num_v_heads", "head_v_dim", "kwargs"),
+    ),
+    Seam(
+        _S + "layers.attention.mamba.mamba2_metadata.ForwardMetadata",
+        "read",
+        fields=("mamba_cache_indices", "mamba_track_indices"),
+    ),
+    Seam(
+        _S + "layers.attention.hybrid_linear_attn_backend.track_mamba_states_all_layers",
+        "call",
+        ("conv_states_pool", "ssm_states_pool", "cache_indices", "mamba_track_mask", "mamba_track_indices")
+        + ("batch_size", "check_freed_slots"),
+    ),
+    # Prefix cache
+    Seam(
+        _S + "mem_cache.unified_cache.components.mamba.MambaComponent.prepare_for_caching_req",
+        "override",
+        ("self", "req", "insert_params", "token_ids_len", "is_finished"),
+    ),
+)
+
+
+def sglang_version() -> str | None:
+    """Version of the installed SGLang distribution, or None when there is none."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def differences(seams: Iterable[Seam] = SEAMS) -> list[str]:
+    """What of the table the installed SGLang does not have; one sentence an entry, empty when it fits."""
+    found = [difference for seam in seams if (difference := _difference(seam))]
+    from sglang.srt.arg_groups import resolution_hooks
+
+    if "handle_linear_attn_backend" not in getattr(resolution_hooks, "_OVERRIDABLE_HOOKS", ()):
+        found.append("resolution step 'handle_linear_attn_backend' cannot be wrapped by a plugin")
+    return found
+
+
+def _difference(seam: Seam) -> str | None:
+    try:
+        obj = pkgutil.resolve_name(seam.target)
+    except (ImportError, AttributeError, ValueError) as error:
+        return f"{seam.target} is not there ({error})"
+    if seam.use == "read":
+        absent = [name for name in seam.fields if not _has_attribute(obj, name)]
+        return f"{seam.target} has no {', '.join(absent)}" if absent else None
+    if not callable(obj):
+        return f"{seam.target} is not callable"
+    if seam.params:
+        have = tuple(inspect.signature(inspect.unwrap(obj)).parameters)
+        if have != seam.params:
+            return f"{seam.target} takes ({', '.join(have)}), expected ({', '.join(seam.params)})"
+    return None
+
+
+def _has_attribute(obj: Any, name: str) -> bool:
+    """Whether class `obj` (or a base) declares `name` or assigns it in `__init__`; functions: in their body."""
+    if not isinstance(obj, type):
+        return name in inspect.unwrap(obj).__code__.co_names
+    for cls in obj.__mro__:
+        if name in vars(cls) or name in getattr(cls, "__annotations__", {}):
+            return True
+        init = inspect.unwrap(vars(cls).get("__init__", object.__init__))
+        if name in getattr(getattr(init, "__code__", None), "co_names", ()):
+            return True
+    return False
+
+
+def missing_hooks(hooks: dict[str, Callable[..., Any]]) -> list[str]:
+    """Targets among `hooks` (target -> our function) whose current callable does not run our function.
+
+    SGLang only logs a hook that it failed to apply, and another plugin may have replaced the whole class.
+    """
+    return [target for target, hook in hooks.items() if not _runs(pkgutil.resolve_name(target), hook)]
+
+
+def _runs(fn: Any, hook: Callable[..., Any]) -> bool:
+    while fn is not None:
+        cells = getattr(fn, "__closure__", None) or ()
+        if any(cell.cell_contents is hook for cell in cells):
+            return True
+        fn = getattr(fn, "__wrapped__", None)
+    return False

@@ -1,0 +1,28 @@
+"""Triton kernels of buffered decode for gated linear attention, with fp64 references.
+
+Knows tensors, not SGLang. One decode forward is `plan_step`, `materialise` of the fold list, `decode` in every
+layer, then `materialise` of the snapshot list.
+"""
+
+from .cursors import FAULT, PAD, StepPlan, WorkList, mark_fresh, plan_forced_fold, plan_step, set_checkpoint
+from .decode import DecodeConfig, decode
+from .materialise import materialise
+from .ring import FRESH, INERT, Ring, RingShape
+
+__all__ = [
+    "FAULT",
+    "FRESH",
+    "INERT",
+    "PAD",
+    "DecodeConfig",
+    "Ring",
+    "RingShape",
+    "StepPlan",
+    "WorkList",
+    "decode",
+    "mark_fresh",
+    "materialise",
+    "plan_forced_fold",
+    "plan_step",
+    "set_checkpoint",
+]

@@ -1,0 +1,331 @@
+"""Cursors: one tiny launch per forward says, on the device, what each entry has pending and what must fold.
+
+    n       = seq_len - 1             tokens committed before this step (seq_len counts the step's own token)
+    pending = n - checkpoint[row]     records to replay; a fold is due when pending + 1 > L, so pending == L
+    fold      list (row, slot -> slot, upto = pending); then checkpoint[row] := n and pending := 0
+    snapshot  list (row, slot -> track slot, upto = pending + 1): this step's own record included
+
+The only cursor is the *position of the checkpoint*. It moves when a fold is listed, when an extend ends
+(`plan_forced_fold`) or when `set_checkpoint` is called, never because a step ran. So a step one too many or a
+rollback needs no correction, and a row that was handed on without `mark_fresh` is detected (its pending count
+is out of range) instead of silently decoding from someone else's records. A FRESH row starts wherever its
+first forward starts, with nothing pending.
+
+`pending` after `plan_step`, per batch entry:
+
+    0 .. L-1   replay that many records
+    FAULT  -1  the count was not in 0..L, the row out of range, or the track slot equals the slot:
+               ring.faults is raised, the checkpoint stays, decode writes NaN and appends nothing, and
+               the snapshot (if one was asked for) is NaN
+    PAD    -2  padding: slot < 0, row 0 or an INERT row. Output rows are zeros, nothing else is touched
+
+Bytes per step: about 40 per batch entry, one program; lists keep the batch order. Graph-capturable: no host
+synchronisation. A listed fold has already moved the checkpoint, so `materialise` must run on the list before
+anything reads the ring again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .ring import FRESH, INERT, PADDING_ROW, Ring
+
+FAULT = -1
+PAD = -2
+
+_BLOCK = 1024
+_FAULT = tl.constexpr(FAULT)
+_PAD = tl.constexpr(PAD)
+_PADDING_ROW = tl.constexpr(PADDING_ROW)
+_INERT = tl.constexpr(INERT)
+_FRESH = tl.constexpr(FRESH)
+
+
+@dataclass(frozen=True, eq=False)
+class WorkList:
+    """A compact device list for `materialise`: entry i says (row[i], src[i] -> dst[i], upto[i]) for i <
+    count[0].
+
+    `count` is int32 [1]; the others are int32 [max_entries] views of one buffer, undefined beyond `count`.
+    """
+
+    count: torch.Tensor
+    entries: torch.Tensor
+
+    @classmethod
+    def allocate(cls, max_entries: int, device: torch.device | str) -> WorkList:
+        return cls(
+            count=torch.zeros(1, dtype=torch.int32, device=device),
+            entries=torch.zeros(4, max_entries, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def max_entries(self) -> int:
+        return self.entries.shape[1]
+
+    @property
+    def row(self) -> torch.Tensor:
+        return self.entries[0]
+
+    @property
+    def src(self) -> torch.Tensor:
+        return self.entries[1]
+
+    @property
+    def dst(self) -> torch.Tensor:
+        return self.entries[2]
+
+    @property
+    def upto(self) -> torch.Tensor:
+        return self.entries[3]
+
+    def to_host(self) -> list[tuple[int, int, int, int]]:
+        """The valid entries as (row, src, dst, upto). Synchronises: for tests and debugging."""
+        return [tuple(e) for e in self.entries[:, : int(self.count)].T.tolist()]
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """Static device buffers that `plan_step` fills once per forward.
+
+    pending: int32 [max_batch], see the table at the top of this file; fold and snapshot: work lists for
+        `materialise`.
+    """
+
+    pending: torch.Tensor
+    fold: WorkList
+    snapshot: WorkList
+
+    def disarm(self, batch: int) -> None:
+        """Make the first `batch` entries padding and both lists empty, by device operations only.
+
+        For the capture of a CUDA graph: what is captured then runs over rows that it must not touch.
+        """
+        self.pending[:batch].fill_(PAD)
+        self.fold.count.zero_()
+        self.snapshot.count.zero_()
+
+    @classmethod
+    def allocate(cls, max_batch: int, device: torch.device | str) -> StepPlan:
+        return cls(
+            pending=torch.full((max_batch,), PAD, dtype=torch.int32, device=device),
+            fold=WorkList.allocate(max_batch, device),
+            snapshot=WorkList.allocate(max_batch, device),
+        )
+
+
+@triton.jit
+def _append(entries, capacity, taken, at, row, src, dst, upto):
+    """Write the entries whose `taken` is set behind the `at` entries already there; return the new length."""
+    pos = at + tl.cumsum(taken.to(tl.int32), 0) - 1
+    tl.store(entries + pos, row, mask=taken)
+    tl.store(entries + capacity + pos, src, mask=taken)
+    tl.store(entries + 2 * capacity + pos, dst, mask=taken)
+    tl.store(entries + 3 * capacity + pos, upto, mask=taken)
+    return at + tl.sum(taken.to(tl.int32), 0)
+
+
+@triton.jit
+def _plan_step_kernel(
+    checkpoint, faults, rows, seq_lens, slots, track_mask, track_slots,
+    pending, fold_count, fold, snapshot_count, snapshot,
+    batch, num_rows, fold_capacity, snapshot_capacity,
+    L: tl.constexpr, TRACK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    folds = 0
+    snapshots = 0
+    bad = 0
+    for start in range(0, batch, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < batch
+        row = tl.load(rows + i, mask=inside, other=0).to(tl.int32)
+        slot = tl.load(slots + i, mask=inside, other=-1).to(tl.int32)
+        n = tl.load(seq_lens + i, mask=inside, other=1).to(tl.int32) - 1
+        live = inside & (slot >= 0) & (row != _PADDING_ROW)
+        known = live & (row > 0) & (row < num_rows)
+        stands = tl.load(checkpoint + row, mask=known, other=0)
+        live = live & (stands != _INERT)
+        known = known & live
+        fresh = known & (stands == _FRESH)
+        tl.store(checkpoint + row, n, mask=fresh)
+        count = tl.where(fresh, 0, n - stands)
+        good = known & (count >= 0) & (count <= L)
+        if TRACK:
+            dst = tl.load(track_slots + i, mask=inside, other=-1).to(tl.int32)
+            tracked = live & (tl.load(track_mask + i, mask=inside, other=0) != 0) & (dst >= 0)
+            good = good & ((dst != slot) | (tracked == 0))
+        due = good & (count == L)
+        folds = _append(fold, fold_capacity, due, folds, row, slot, slot, count)
+        tl.store(checkpoint + row, n, mask=due)
+        left = tl.where(good, tl.where(due, 0, count), tl.where(live, _FAULT, _PAD))
+        tl.store(pending + i, left, mask=inside)
+        if TRACK:
+            # A faulty entry asks for upto = -1, which materialises NaN: the destination must not keep an
+            # older state.
+            upto = tl.where(good, left + 1, _FAULT)
+            taken = tracked & (dst != slot)
+            snapshots = _append(snapshot, snapshot_capacity, taken, snapshots, row, slot, dst, upto)
+        bad += tl.sum((live & (good == 0)).to(tl.int32), 0)
+    tl.store(fold_count, folds)
+    tl.store(snapshot_count, snapshots)
+    if bad > 0:
+        tl.atomic_add(faults, bad)
+
+
+@triton.jit
+def _plan_forced_fold_kernel(
+    checkpoint, faults, rows, lens, slots, new_lens, count_out, entries, batch, num_rows, capacity,
+    L: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    listed = 0
+    bad = 0
+    for start in range(0, batch, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < batch
+        row = tl.load(rows + i, mask=inside, other=0).to(tl.int32)
+        slot = tl.load(slots + i, mask=inside, other=-1).to(tl.int32)
+        n = tl.load(lens + i, mask=inside, other=0).to(tl.int32)
+        live = inside & (slot >= 0) & (row != _PADDING_ROW)
+        known = live & (row > 0) & (row < num_rows)
+        stands = tl.load(checkpoint + row, mask=known, other=0)
+        live = live & (stands != _INERT)
+        known = known & live
+        count = tl.where(stands == _FRESH, 0, n - stands)
+        good = known & (count >= 0) & (count <= L)
+        taken = good & (count > 0)
+        listed = _append(entries, capacity, taken, listed, row, slot, slot, count)
+        tl.store(checkpoint + row, tl.load(new_lens + i, mask=inside, other=0).to(tl.int32), mask=good)
+        bad += tl.sum((live & (good == 0)).to(tl.int32), 0)
+    tl.store(count_out, listed)
+    if bad > 0:
+        tl.atomic_add(faults, bad)
+
+
+@triton.jit
+def _set_checkpoint_kernel(checkpoint, faults, rows, lens, batch, num_rows, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < batch
+    row = tl.load(rows + i, mask=inside, other=0).to(tl.int32)
+    n = tl.load(lens + i, mask=inside, other=0).to(tl.int32)
+    live = inside & (row != _PADDING_ROW)
+    good = live & (row > 0) & (row < num_rows) & (n >= 0)
+    tl.store(checkpoint + row, n, mask=good)
+    bad = tl.sum((live & (good == 0)).to(tl.int32), 0)
+    if bad > 0:
+        tl.atomic_add(faults, bad)
+
+
+def _block(batch: int) -> int:
+    return max(16, min(_BLOCK, triton.next_power_of_2(batch)))
+
+
+def _check_vectors(batch: int, **vectors: torch.Tensor) -> None:
+    for name, t in vectors.items():
+        if t.dim() != 1 or t.shape[0] != batch or (batch > 1 and t.stride(0) != 1):
+            raise ValueError(f"{name} must be a contiguous vector of {batch} elements, got shape {tuple(t.shape)}")
+        if t.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be int32 or int64, got {t.dtype}")
+
+
+def plan_step(
+    ring: Ring,
+    plan: StepPlan,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    slots: torch.Tensor,
+    track_mask: torch.Tensor | None = None,
+    track_slots: torch.Tensor | None = None,
+) -> None:
+    """Plan one decode forward of B entries in one launch; fills `plan` and moves the checkpoint of the rows
+    due for a fold.
+
+    Args:
+        rows: [B] int32 or int64 request rows, distinct among live entries.
+        seq_lens: [B] int32 or int64 token counts, this step's own token included.
+        slots: [B] int32 or int64 state slots, negative for padding.
+        track_mask: [B] bool, True where a track boundary wants a snapshot of the state after this step; None
+            for no snapshots.
+        track_slots: [B] int32 or int64 destination slots of the snapshots; negative skips. Must differ from
+            every slot in use.
+
+    Next the caller runs `materialise(state, ring, plan.fold)` before the first layer, `decode` with
+    `plan.pending` in every layer, and `materialise(state, ring, plan.snapshot)` after the last. Raises
+    ValueError for wrong shapes or dtypes.
+    """
+    batch = rows.shape[0]
+    _check_vectors(batch, rows=rows, seq_lens=seq_lens, slots=slots)
+    if batch > plan.pending.shape[0]:
+        raise ValueError(f"the plan holds {plan.pending.shape[0]} entries, the batch has {batch}")
+    track = track_mask is not None
+    if track != (track_slots is not None):
+        raise ValueError("track_mask and track_slots must be given together")
+    if track:
+        _check_vectors(batch, track_slots=track_slots)
+        if track_mask.dtype is not torch.bool or track_mask.shape != (batch,):
+            raise ValueError(f"track_mask must be bool of shape ({batch},)")
+    fold, snapshot = plan.fold, plan.snapshot
+    _plan_step_kernel[(1,)](
+        ring.checkpoint, ring.faults, rows, seq_lens, slots, track_mask, track_slots,
+        plan.pending, fold.count, fold.entries, snapshot.count, snapshot.entries,
+        batch, ring.shape.rows, fold.max_entries, snapshot.max_entries,
+        L=ring.shape.capacity, TRACK=track, BLOCK=_block(batch),
+    )  # fmt: skip
+
+
+def plan_forced_fold(
+    ring: Ring,
+    worklist: WorkList,
+    rows: torch.Tensor,
+    lens: torch.Tensor,
+    slots: torch.Tensor,
+    new_lens: torch.Tensor,
+) -> None:
+    """List every row with pending records for a fold, in one launch, and move its checkpoint to `new_lens`.
+
+    Args:
+        rows, slots: [B] int32 or int64, distinct live rows; row 0 or a negative slot is padding.
+        lens: [B] int32 or int64 committed token counts n (unlike `plan_step`, no token of a step in
+            progress).
+        new_lens: [B] int32 or int64, where the slot stands after what follows: the end of the extend that is
+            about to run, or `lens` where the slot is only folded.
+
+    Rows with nothing pending are not listed. A count outside 0..L raises `ring.faults`, is not listed and
+    keeps its checkpoint. FRESH rows have nothing pending; INERT rows stay INERT.
+    """
+    batch = rows.shape[0]
+    _check_vectors(batch, rows=rows, lens=lens, slots=slots, new_lens=new_lens)
+    if batch > worklist.max_entries:
+        raise ValueError(f"the work list holds {worklist.max_entries} entries, the batch has {batch}")
+    _plan_forced_fold_kernel[(1,)](
+        ring.checkpoint, ring.faults, rows, lens, slots, new_lens, worklist.count, worklist.entries,
+        batch, ring.shape.rows, worklist.max_entries, L=ring.shape.capacity, BLOCK=_block(batch),
+    )  # fmt: skip
+
+
+def set_checkpoint(ring: Ring, rows: torch.Tensor, lens: torch.Tensor) -> None:
+    """Say that the slots of `rows` ([B], int32 or int64) stand at token counts `lens` ([B]) with nothing
+    pending.
+
+    Row 0 is skipped; a row out of range or a negative count raises `ring.faults` and changes nothing.
+    """
+    batch = rows.shape[0]
+    _check_vectors(batch, rows=rows, lens=lens)
+    if batch == 0:
+        return
+    block = _block(batch)
+    _set_checkpoint_kernel[(triton.cdiv(batch, block),)](
+        ring.checkpoint, ring.faults, rows, lens, batch, ring.shape.rows, BLOCK=block
+    )
+
+
+def mark_fresh(ring: Ring, rows: torch.Tensor) -> None:
+    """Say that `rows` ([N] int32 or int64, on the ring's device) have a new owner: nothing of the old one is
+    pending.
+    """
+    set_rows = rows.to(torch.int64)
+    ring.checkpoint.index_fill_(0, set_rows, FRESH)
+    ring.checkpoint[PADDING_ROW].fill_(INERT)

@@ -1,0 +1,268 @@
+"""Buffered decode: one token per request from checkpoint and pending records; the state is not written.
+
+For one v-head with checkpoint S (V x K), p pending records (u_j, k_j, g_j) and this token's q, k, v, g, beta:
+
+    G   = g + sum_j g_j                  decay since the checkpoint
+    G_j = g + sum of g_i, i younger      decay since record j
+    s_j = e^{G_j} (k_j . q)      r_j = e^{G_j} (k_j . k)
+    u   = beta (v - e^G S k - sum_j r_j u_j)
+    o   = e^G S q + sum_j s_j u_j + (k . q) u
+    record p := (u, k, g)
+
+q and k are l2-normalised, q also scaled. The ring keeps the raw key, which is exact in the activation dtype,
+and u times the key's reciprocal norm, so that u_j k_j is the product of what is stored. S and u_j are
+projected, never a V x K sum formed.
+
+Bytes per step and v-head: V K (state) read once; p (V s_u + 4) + p K s_k / (HV / H) of records read; one
+record written.
+
+    mixed_qkv  [B, 2 H K + HV V]      q heads, k heads, v heads, after the convolution; row stride free
+    a, b       [B, HV]                row strides free
+    A_log      [HV] fp32, dt_bias [HV] any float
+    state      [slots, HV, V, K]      one layer of the pool; slot stride free, the rest contiguous
+    out        [B, HV, V]             contiguous, in mixed_qkv's dtype unless the caller brings another
+    ring       see ring.py
+
+One program owns (request, v-head, V / SPLIT rows) and walks its rows in tiles of BV, so keys and weights are
+computed once. K is cut into register chunks of at most 32: a row's sum over K then needs three shuffles for
+four rows, not five for one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .cursors import PAD
+from .gates import INTERPRETED, softplus
+from .ring import STATE_DTYPES, Ring
+
+_PAD = tl.constexpr(PAD)
+
+
+@triton.jit
+def _load_f32(p, NC: tl.constexpr, CH: tl.constexpr):
+    """Load NC neighbouring chunks of CH elements as a tuple of fp32 vectors."""
+    chunks = ()
+    for c in tl.static_range(NC):
+        chunks = chunks + (tl.load(p + c * CH).to(tl.float32),)
+    return chunks
+
+
+@triton.jit
+def _dot_chunks(x, y, NC: tl.constexpr):
+    acc = x[0] * y[0]
+    for c in tl.static_range(1, NC):
+        acc += x[c] * y[c]
+    return tl.sum(acc, 0)
+
+
+@triton.jit
+def _times(x, factor, NC: tl.constexpr):
+    chunks = ()
+    for c in tl.static_range(NC):
+        chunks = chunks + (x[c] * factor,)
+    return chunks
+
+
+@triton.jit
+def _decode_kernel(
+    mixed_qkv, a, b, A_log, dt_bias, out, state, ring_u, ring_k, ring_g, slots, rows, pending, scale,
+    s_qkv, s_a, s_b, s_state, s_u, s_k, s_g,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    LT: tl.constexpr, CH: tl.constexpr, BV: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    NC: tl.constexpr = K // CH
+    TILES: tl.constexpr = V // SPLIT // BV
+    GROUP: tl.constexpr = HV // H
+    i_split = tl.program_id(0)
+    i_hv = tl.program_id(1)
+    i_n = tl.program_id(2)
+    i_h = i_hv // GROUP
+    v0 = i_split * (V // SPLIT)
+    oc = tl.arange(0, CH)
+    ov = tl.arange(0, BV)
+    r = tl.arange(0, LT)  # newest first: tile row r is record p - 1 - r
+
+    slot = tl.load(slots + i_n).to(tl.int64)
+    p = tl.load(pending + i_n)
+    p_out = out + (i_n * HV + i_hv) * V + v0 + ov
+    if (slot < 0) | (p < 0) | (p >= L):
+        # Padding gives zeros. Anything else without a valid place in the ring is a fault and must be seen:
+        # NaN.
+        fill = tl.where((slot < 0) | (p == _PAD), 0.0, float("nan"))
+        for i in range(TILES):
+            tl.store(p_out + i * BV, (tl.zeros([BV], tl.float32) + fill).to(out.dtype.element_ty))
+        return
+    row = tl.load(rows + i_n).to(tl.int64)
+    record = p - 1 - r
+    live = r < p
+
+    # Records: keys, and the gates one place younger than each record (row 0 takes this token's gate).
+    p_key = ring_k + row * s_k + i_h * (L * K) + record[:, None] * K + oc[None, :]
+    p_g = ring_g + row * s_g + i_hv * L
+    younger = tl.load(p_g + record + 1, mask=live & (r > 0), other=0.0)
+    oldest = tl.load(p_g, mask=p > 0, other=0.0)
+
+    p_q = mixed_qkv + i_n * s_qkv + i_h * K + oc
+    q = _load_f32(p_q, NC, CH)
+    k = _load_f32(p_q + H * K, NC, CH)
+    q_norm = tl.rsqrt(_dot_chunks(q, q, NC) + 1e-6) * scale
+    k_norm = tl.rsqrt(_dot_chunks(k, k, NC) + 1e-6)
+    q = _times(q, q_norm, NC)
+    qk = _dot_chunks(q, k, NC) * k_norm
+    # SGLang rounds beta to b's dtype, in prefill too; without that a long output drifts from plain decode.
+    beta = tl.sigmoid(tl.load(b + i_n * s_b + i_hv).to(tl.float32)).to(b.dtype.element_ty).to(tl.float32)
+    x = tl.load(a + i_n * s_a + i_hv).to(tl.float32) + tl.load(dt_bias + i_hv).to(tl.float32)
+    g = -tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * softplus(x)
+
+    weight = tl.where(live, tl.exp(tl.cumsum(tl.where(r == 0, g, younger), 0)), 0.0)
+    decay = tl.exp(g + tl.sum(younger, 0) + oldest)
+    for c in tl.static_range(NC):
+        key = tl.load(p_key + c * CH, mask=live[:, None], other=0.0).to(tl.float32)
+        if c == 0:
+            sq = key * q[c][None, :]
+            sk = key * k[c][None, :]
+        else:
+            sq += key * q[c][None, :]
+            sk += key * k[c][None, :]
+    score_q = tl.sum(sq, 1) * weight
+    score_k = tl.sum(sk, 1) * (weight * k_norm)
+    zq = _times(q, decay, NC)
+    zk = _times(k, decay * k_norm, NC)
+
+    p_state = state + slot * s_state + i_hv * (V * K) + (v0 + ov)[:, None] * K + oc[None, :]
+    p_u = ring_u + row * s_u + i_hv * (L * V) + v0
+    p_v = mixed_qkv + i_n * s_qkv + 2 * H * K + i_hv * V + v0 + ov
+    for i in tl.range(0, TILES, num_stages=STAGES):
+        for c in tl.static_range(NC):
+            h = tl.load(p_state + i * (BV * K) + c * CH).to(tl.float32)
+            if c == 0:
+                hq = h * zq[c][None, :]
+                hk = h * zk[c][None, :]
+            else:
+                hq += h * zq[c][None, :]
+                hk += h * zk[c][None, :]
+        p_old = p_u + i * BV + record[:, None] * V + ov[None, :]
+        u_old = tl.load(p_old, mask=live[:, None], other=0.0).to(tl.float32)
+        v = tl.load(p_v + i * BV).to(tl.float32)
+        u = beta * (v - tl.sum(hk, 1) - tl.sum(u_old * score_k[:, None], 0))
+        o = tl.sum(hq, 1) + tl.sum(u_old * score_q[:, None], 0) + u * qk
+        tl.store(p_out + i * BV, o.to(out.dtype.element_ty))
+        tl.store(p_u + p * V + i * BV + ov, (u * k_norm).to(ring_u.dtype.element_ty))
+
+    if i_split == 0:
+        tl.store(p_g + p, g)
+        if i_hv % GROUP == 0:
+            p_new = ring_k + row * s_k + i_h * (L * K) + p * K + oc
+            for c in tl.static_range(NC):
+                tl.store(p_new + c * CH, tl.load(p_q + H * K + c * CH))
+
+
+class DecodeConfig(NamedTuple):
+    """Launch shape: value rows per tile, programs per v-head, warps per program, pipeline stages of the loop
+    over V.
+    """
+
+    block_v: int
+    split: int
+    warps: int
+    stages: int
+
+
+def choose_config(batch: int, v_heads: int, value_dim: int) -> DecodeConfig:
+    """Small batches split V to fill the GPU; large ones give each (request, v-head) to one program and
+    pipeline its loop.
+    """
+    if INTERPRETED:
+        return DecodeConfig(block_v=value_dim, split=1, warps=1, stages=1)
+    heads = batch * v_heads
+    if heads < 132 * 4:
+        block = min(16, value_dim)
+        return DecodeConfig(block_v=block, split=value_dim // block, warps=1, stages=1)
+    block = min(32, value_dim)
+    if heads < 132 * 16:
+        return DecodeConfig(block_v=block, split=value_dim // block, warps=1, stages=1)
+    return DecodeConfig(block_v=block, split=1, warps=1, stages=2)
+
+
+def _check(
+    mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor,
+    state: torch.Tensor, ring: Ring, out: torch.Tensor,
+) -> None:  # fmt: skip
+    s = ring.shape
+    batch = mixed_qkv.shape[0]
+    width = 2 * s.k_heads * s.key_dim + s.v_heads * s.value_dim
+    if mixed_qkv.shape != (batch, width) or mixed_qkv.stride(1) != 1:
+        raise ValueError(f"mixed_qkv must be [B, {width}] with contiguous rows, got {tuple(mixed_qkv.shape)}")
+    if mixed_qkv.dtype is not s.key_dtype:
+        raise ValueError(f"mixed_qkv is {mixed_qkv.dtype} but the ring keeps keys in {s.key_dtype}")
+    for name, t in (("a", a), ("b", b)):
+        if t.shape != (batch, s.v_heads) or t.stride(1) != 1:
+            raise ValueError(f"{name} must be [{batch}, {s.v_heads}] with contiguous rows, got {tuple(t.shape)}")
+    for name, t in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if t.shape != (s.v_heads,) or not t.is_contiguous():
+            raise ValueError(f"{name} must be a contiguous [{s.v_heads}], got {tuple(t.shape)}")
+    check_state(state, ring)
+    if out.shape != (batch, s.v_heads, s.value_dim) or not out.is_contiguous():
+        raise ValueError(f"out must be a contiguous [{batch}, {s.v_heads}, {s.value_dim}], got {tuple(out.shape)}")
+
+
+def check_state(state: torch.Tensor, ring: Ring) -> None:
+    """Raise ValueError unless `state` [..., HV, V, K] matches the ring and is contiguous within a slot."""
+    s = ring.shape
+    if state.shape[-3:] != (s.v_heads, s.value_dim, s.key_dim):
+        raise ValueError(
+            f"the state's last dims must be {(s.v_heads, s.value_dim, s.key_dim)}, got {tuple(state.shape)}"
+        )
+    if state.stride()[-3:] != (s.value_dim * s.key_dim, s.key_dim, 1):
+        raise ValueError(f"the state must be contiguous within a slot, got strides {state.stride()}")
+    if state.dtype not in STATE_DTYPES:
+        raise ValueError(f"the state must be one of {STATE_DTYPES}, got {state.dtype}")
+
+
+def decode(
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state_layer: torch.Tensor,
+    ring: Ring,
+    layer: int,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    pending: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    config: DecodeConfig | None = None,
+) -> torch.Tensor:
+    """One buffered decode step of one layer; appends one record per live entry and leaves the state
+    untouched.
+
+    Args: shapes as in the table at the top of this file. slots and rows: [B] int32 or int64. pending: [>= B]
+        int32 from `plan_step` (after which rows due for a fold must have been materialised). scale: usually K
+        ** -0.5.
+    Returns: out [B, HV, V]: zeros for padding, NaN for faulty entries. Raises ValueError for shapes that do
+        not fit the ring.
+    """
+    s = ring.shape
+    batch = mixed_qkv.shape[0]
+    if out is None:
+        out = torch.empty(batch, s.v_heads, s.value_dim, dtype=mixed_qkv.dtype, device=mixed_qkv.device)
+    _check(mixed_qkv, a, b, A_log, dt_bias, state_layer, ring, out)
+    if batch == 0:
+        return out
+    u, k, g = ring.layers[layer]
+    block_v, split, warps, stages = config or choose_config(batch, s.v_heads, s.value_dim)
+    _decode_kernel[(split, s.v_heads, batch)](
+        mixed_qkv, a, b, A_log, dt_bias, out, state_layer, u, k, g, slots, rows, pending, scale,
+        mixed_qkv.stride(0), a.stride(0), b.stride(0), state_layer.stride(0), u.stride(0), k.stride(0),
+        g.stride(0), H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity, LT=max(4,
+        triton.next_power_of_2(s.capacity)), CH=min(32, s.key_dim), BV=block_v, SPLIT=split, STAGES=stages,
+        num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,121 @@
+"""Materialise: write the exact state at a chosen position of a request to a destination slot.
+
+Fold is the case destination = source at the end of the request.
+
+For every entry (row, src, dst, upto) of a work list, every layer and v-head, with the row's records
+j = 0 .. upto - 1:
+
+    S[dst] = e^G S[src] + sum_j e^{G_j} u_j k_j^T
+    G: sum of all gates; G_j: sum of the gates younger than record j
+
+    dst < 0              skipped
+    upto == 0            S[dst] is a bit copy of S[src]; nothing to do if dst == src
+    upto < 0 or > L      the position is not known (see cursors.py): S[dst] becomes NaN, never a stale state
+
+Bytes per entry, layer and v-head: V K read, V K written, upto records read.
+
+    state   [layers, slots, HV, V, K]   layer and slot strides free, contiguous within a slot
+    ring    see ring.py
+
+The kernel is persistent: a fixed grid walks count * layers * HV * (V / BV) tiles and reads `count` on the
+device, so one launch (also inside a CUDA graph) serves any list and an empty list ends at once. A tile is
+read and then written by the same program and entries have distinct destinations, so folding in place has no
+race; a destination must not be another's source.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from .cursors import WorkList
+from .decode import check_state
+from .gates import INTERPRETED, dot_exact
+from .ring import Ring
+
+_PROGRAMS_PER_SM = 8
+
+
+@triton.jit
+def _materialise_kernel(
+    state, ring_u, ring_k, ring_g, count, entries, capacity, layers,
+    l_state, s_state, l_u, s_u, l_k, s_k, l_g, s_g,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    LT: tl.constexpr, BV: tl.constexpr, KEY_SPLIT: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = V // BV
+    ok = tl.arange(0, K)
+    ov = tl.arange(0, BV)
+    r = tl.arange(0, LT)  # newest first: tile row r is record upto - 1 - r
+    total = tl.load(count) * layers * (HV * TILES)
+    for t in range(tl.program_id(0), total, tl.num_programs(0)):
+        v = (t % TILES) * BV + ov
+        i_hv = (t // TILES) % HV
+        i_h = i_hv // (HV // H)
+        i_layer = ((t // (TILES * HV)) % layers).to(tl.int64)
+        entry = entries + t // (TILES * HV) // layers
+        row = tl.load(entry).to(tl.int64)
+        src = tl.load(entry + capacity).to(tl.int64)
+        dst = tl.load(entry + 2 * capacity).to(tl.int64)
+        upto = tl.load(entry + 3 * capacity)
+        p_tile = state + i_layer * l_state + i_hv * (V * K) + v[:, None] * K + ok[None, :]
+        p_src = p_tile + src * s_state
+        p_dst = p_tile + dst * s_state
+        if dst >= 0:
+            if (upto < 0) | (upto > L):
+                tl.store(p_dst, tl.full([BV, K], float("nan"), tl.float32).to(state.dtype.element_ty))
+            elif upto == 0:
+                if src != dst:
+                    tl.store(p_dst, tl.load(p_src))
+            else:
+                live = r < upto
+                record = upto - 1 - r
+                p_g = ring_g + i_layer * l_g + row * s_g + i_hv * L
+                younger = tl.load(p_g + record + 1, mask=live & (r > 0), other=0.0)
+                weight = tl.where(live, tl.exp(tl.cumsum(younger, 0)), 0.0)
+                decay = tl.exp(tl.sum(younger, 0) + tl.load(p_g))
+                p_u = ring_u + i_layer * l_u + row * s_u + i_hv * (L * V) + v[None, :]
+                p_k = ring_k + i_layer * l_k + row * s_k + i_h * (L * K) + ok[None, :]
+                u = tl.load(p_u + record[:, None] * V, mask=live[:, None], other=0.0).to(tl.float32)
+                key = tl.load(p_k + record[:, None] * K, mask=live[:, None], other=0.0)
+                new = dot_exact(tl.trans(u * weight[:, None]), key, KEY_SPLIT)
+                new += tl.load(p_src).to(tl.float32) * decay
+                tl.store(p_dst, new.to(state.dtype.element_ty))
+
+
+@functools.cache
+def default_programs(device: torch.device) -> int:
+    """Size of the persistent grid: enough programs per multiprocessor to keep loads and stores in flight."""
+    if INTERPRETED:
+        return 1
+    return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def materialise(state: torch.Tensor, ring: Ring, worklist: WorkList, num_programs: int | None = None) -> None:
+    """Carry out a work list in one launch for all layers, heads and entries.
+
+    Args:
+        state: [layers, slots, HV, V, K] fp32, bf16 or fp16, the whole pool of this ring's layers, updated in
+            place.
+        worklist: from `plan_step` or `plan_forced_fold`. Destinations are distinct and no entry's source is
+            another's destination.
+        num_programs: size of the persistent grid; None takes `default_programs`.
+
+    Raises ValueError if the state does not fit the ring.
+    """
+    s = ring.shape
+    if state.dim() != 5 or state.shape[0] != s.layers:
+        raise ValueError(f"the state must be [{s.layers}, slots, HV, V, K], got {tuple(state.shape)}")
+    check_state(state, ring)
+    block_v = s.value_dim if INTERPRETED else min(64, s.value_dim, 8192 // s.key_dim)
+    _materialise_kernel[(num_programs or default_programs(state.device),)](
+        state, ring.u, ring.k, ring.g, worklist.count, worklist.entries, worklist.max_entries, s.layers,
+        state.stride(0), state.stride(1), ring.u.stride(0), ring.u.stride(1),
+        ring.k.stride(0), ring.k.stride(1), ring.g.stride(0), ring.g.stride(1),
+        H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity,
+        LT=max(16, triton.next_power_of_2(s.capacity)), BV=block_v,
+        KEY_SPLIT=s.key_dtype is torch.bfloat16, num_warps=4, num_stages=1,
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""References in float64 and plain PyTorch, one line of mathematics per line of code. Slow on purpose.
+
+    S_t = decayed S_{t-1} + u_t k_t^T      u_t = beta_t (v_t - (decayed S_{t-1}) k_t)      o_t = S_t q_t
+
+`Token` holds one step's inputs after the gates and norms; `step` is the recurrence that every kernel is
+measured against; `replay` is the same state from a checkpoint and records; `Sequential` runs requests of a
+random trace through `step`. Shapes: q, k [B, HV, K]; v, u, o [B, HV, V]; g [B, HV, 1] (GDN) or [B, HV, K]
+(KDA); beta [B, HV]; S [B, HV, V, K]; all float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+
+class Token(NamedTuple):
+    """One decode step's inputs per v-head, in float64; see the shapes above."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+
+def gdn_gate(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
+    """Log-decay of GDN: a [B, HV], A_log [HV], dt_bias [HV] -> g [B, HV, 1], always <= 0."""
+    x = a.double() + dt_bias.double()
+    return (-A_log.double().exp() * torch.nn.functional.softplus(x, threshold=20.0))[..., None]
+
+
+def update_rate(b: torch.Tensor, rounded: bool) -> torch.Tensor:
+    """beta = sigmoid(b), [B, HV]. GDN rounds it to b's dtype (as SGLang does in prefill and decode), KDA does
+    not.
+    """
+    return torch.sigmoid(b.float()).to(b.dtype).double() if rounded else torch.sigmoid(b.double())
+
+
+def normalise(x: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def token(
+    mixed_qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, k_heads: int, key_dim: int, scale: float
+) -> Token:
+    """Cut mixed_qkv [B, 2 H K + HV V], normalise q and k, and repeat the key heads for their group of
+    v-heads.
+    """
+    batch, v_heads = beta.shape
+    q, k, v = mixed_qkv.double().split(
+        [k_heads * key_dim, k_heads * key_dim, mixed_qkv.shape[1] - 2 * k_heads * key_dim], 1
+    )
+    group = v_heads // k_heads
+    q = normalise(q.view(batch, k_heads, key_dim)).repeat_interleave(group, 1) * scale
+    k = normalise(k.view(batch, k_heads, key_dim)).repeat_interleave(group, 1)
+    return Token(q, k, v.view(batch, v_heads, -1), g, beta)
+
+
+def step(S: torch.Tensor, t: Token) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One token of the plain recurrence. Returns (o, new state, u)."""
+    S = S * t.g.exp()[:, :, None, :]
+    u = t.beta[..., None] * (t.v - torch.einsum("bhvk,bhk->bhv", S, t.k))
+    S = S + torch.einsum("bhv,bhk->bhvk", u, t.k)
+    return torch.einsum("bhvk,bhk->bhv", S, t.q), S, u
+
+
+def replay(S: torch.Tensor, u: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """The state after applying p records to checkpoint S [HV, V, K]: u [HV, p, V], k [HV, p, K], g [HV, p, 1
+    or K].
+    """
+    S = S.double()
+    for j in range(u.shape[1]):
+        S = S * g[:, j].double().exp()[:, None, :] + u[:, j].double()[:, :, None] * k[:, j].double()[:, None, :]
+    return S
+
+
+def replay_row(
+    state: torch.Tensor, ring_u: torch.Tensor, ring_k: torch.Tensor, ring_g: torch.Tensor, upto: int
+) -> torch.Tensor:
+    """`replay` from one layer's raw ring row: state [HV, V, K], u [HV, L, V], k [H, L, K], g [HV, L] or [HV,
+    L, K].
+    """
+    group = state.shape[0] // ring_k.shape[0]
+    g = ring_g if ring_g.dim() == 3 else ring_g[..., None]
+    return replay(state, ring_u[:, :upto], ring_k[:, :upto].repeat_interleave(group, 0), g[:, :upto])
+
+
+@dataclass
+class Sequential:
+    """The oracle of a random trace: for every request id the state and token count that plain decoding
+    reaches.
+    """
+
+    states: dict[int, torch.Tensor] = field(default_factory=dict)
+    lens: dict[int, int] = field(default_factory=dict)
+
+    def start(self, request: int, state: torch.Tensor, length: int) -> None:
+        """A request begins (after its prefill) at `length` tokens with `state` [HV, V, K]."""
+        self.states[request] = state.double().clone()
+        self.lens[request] = length
+
+    def step(self, requests: list[int], t: Token) -> torch.Tensor:
+        """One decode step of the batch `requests`; returns o [B, HV, V]."""
+        o, S, _ = step(torch.stack([self.states[r] for r in requests]), t)
+        for i, r in enumerate(requests):
+            self.states[r] = S[i]
+            self.lens[r] += 1
+        return o
+
+
+def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
+    """||x - reference|| / ||reference|| in float64; NaN if anything is NaN."""
+    reference = reference.double()
+    return ((x.double() - reference).norm() / reference.norm().clamp_min(1e-300)).item()

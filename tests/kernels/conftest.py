@@ -1,0 +1,16 @@
+"""Kernel tests run on a GPU where there is one, else in Triton's interpreter (chosen before Triton's import)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+if importlib.util.find_spec("replayssm_kernels") is None:  # a checkout that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))

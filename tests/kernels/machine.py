@@ -1,0 +1,205 @@
+"""A small machine that drives the kernels the way a server does and checks every output against the fp64
+oracle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from replayssm_kernels import (
+    Ring,
+    RingShape,
+    StepPlan,
+    WorkList,
+    decode,
+    materialise,
+    plan_forced_fold,
+    plan_step,
+    reference,
+    set_checkpoint,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+PADDING = -1
+"""A request id that stands for a padded batch entry."""
+
+# Rounding of the outputs to 16 bits is the only thing that 16-bit activations add: 2^-12 and 2^-9 relative
+# for the average element, measured 1.5e-4 to 2.6e-4 (fp16) and 1.2e-3 to 1.9e-3 (bf16).
+OUTPUT_BOUND = {torch.float32: 1e-5, torch.float16: 4e-4, torch.bfloat16: 3e-3}
+
+
+def need_bf16() -> None:
+    """bf16 in Triton's interpreter needs the CPU host's fixes (it computes on raw integers otherwise)."""
+    if DEVICE.type == "cpu":
+        module = pytest.importorskip(
+            "replayssm_cpu_host.interpreter", reason="bf16 in the interpreter needs the CPU test host"
+        )
+        module.install()
+
+
+def make_shape(**changes: object) -> RingShape:
+    """A tiny default shape; every test names what it varies."""
+    base = dict(
+        layers=1,
+        rows=6,
+        k_heads=1,
+        v_heads=2,
+        key_dim=16,
+        value_dim=16,
+        capacity=4,
+        key_dtype=torch.float32,
+        u_dtype=torch.float32,
+    )
+    return RingShape(**{**base, **changes})
+
+
+@dataclass
+class Inputs:
+    """One layer's inputs of one step."""
+
+    mixed_qkv: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Machine:
+    """Ring, state pool and plan of one model shard, with a sequential fp64 oracle per layer."""
+
+    def __init__(
+        self,
+        shape: RingShape,
+        slots: int = 10,
+        max_batch: int = 8,
+        state_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        poison: bool = True,
+    ) -> None:
+        self.shape = shape
+        self.random = torch.Generator().manual_seed(seed)
+        self.ring = Ring.allocate(shape, DEVICE)
+        if poison:  # a record that is read before it was written shows up as NaN
+            for tensor in (self.ring.u, self.ring.k, self.ring.g):
+                tensor.fill_(float("nan"))
+        self.plan = StepPlan.allocate(max_batch, DEVICE)
+        self.forced = WorkList.allocate(max_batch, DEVICE)
+        self.state = torch.zeros(
+            shape.layers,
+            slots,
+            shape.v_heads,
+            shape.value_dim,
+            shape.key_dim,
+            dtype=state_dtype,
+            device=DEVICE,
+        )
+        self.scale = shape.key_dim**-0.5
+        self.A_log = self.randn(shape.layers, shape.v_heads) - 1.0
+        self.dt_bias = self.randn(shape.layers, shape.v_heads)
+        self.oracle = [reference.Sequential() for _ in range(shape.layers)]
+        self.row: dict[int, int] = {}
+        self.slot: dict[int, int] = {}
+
+    def randn(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=self.random).to(DEVICE)
+
+    def length(self, request: int) -> int:
+        return self.oracle[0].lens[request]
+
+    def start(self, request: int, row: int, slot: int, length: int, state: torch.Tensor | None = None) -> None:
+        """A request arrives from its prefill: its slot stands at `length` tokens."""
+        s = self.shape
+        if state is None:
+            state = self.randn(s.layers, s.v_heads, s.value_dim, s.key_dim)
+        self.state[:, slot] = state.to(self.state.dtype)
+        for layer in range(s.layers):
+            self.oracle[layer].start(request, self.state[layer, slot], length)
+        self.row[request], self.slot[request] = row, slot
+        set_checkpoint(self.ring, self.ints([row]), self.ints([length]))
+
+    def ints(self, values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    def inputs(self, batch: int) -> list[Inputs]:
+        s = self.shape
+        width = 2 * s.k_heads * s.key_dim + s.v_heads * s.value_dim
+        return [
+            Inputs(
+                self.randn(batch, width).to(s.key_dtype),
+                self.randn(batch, s.v_heads),
+                self.randn(batch, s.v_heads),
+            )
+            for _ in range(s.layers)
+        ]
+
+    def gate(self, layer: int, x: Inputs) -> torch.Tensor:
+        return reference.gdn_gate(x.a, self.A_log[layer], self.dt_bias[layer])
+
+    def token(self, layer: int, x: Inputs) -> reference.Token:
+        s = self.shape
+        beta = reference.update_rate(x.b, rounded=True)
+        return reference.token(x.mixed_qkv, self.gate(layer, x), beta, s.k_heads, s.key_dim, self.scale)
+
+    def step(
+        self, requests: list[int], track: dict[int, int] | None = None, inputs: list[Inputs] | None = None
+    ) -> list[torch.Tensor]:
+        """One decode forward of the batch (PADDING entries allowed); checks every output, returns them per
+        layer.
+        """
+        x = inputs or self.inputs(len(requests))
+        live = [i for i, r in enumerate(requests) if r != PADDING]
+        self.launch_plan(requests, [self.length(r) + 1 if r != PADDING else 0 for r in requests], track)
+        outs = []
+        for layer in range(self.shape.layers):
+            out = self.launch_decode(layer, requests, x[layer])
+            t = self.token(layer, x[layer])
+            if live:
+                expected = self.oracle[layer].step(
+                    [requests[i] for i in live], reference.Token(*(part[live] for part in t))
+                )
+                error = reference.relative_error(out[live], expected)
+                assert error <= self.output_bound(), f"layer {layer}: relative output error {error:.1e}"
+            for i, r in enumerate(requests):
+                assert r != PADDING or not out[i].any(), "padding must give zeros"
+            outs.append(out)
+        materialise(self.state, self.ring, self.plan.snapshot)
+        return outs
+
+    def output_bound(self) -> float:
+        return OUTPUT_BOUND[self.shape.key_dtype]
+
+    def launch_plan(self, requests: list[int], lens: list[int], track: dict[int, int] | None = None) -> None:
+        """plan_step and the folds that it lists."""
+        rows = self.ints([self.row.get(r, 0) for r in requests])
+        slots = self.ints([self.slot.get(r, -1) for r in requests], torch.int32)
+        mask, track_slots = None, None
+        if track is not None:
+            mask = torch.tensor([r in track for r in requests], device=DEVICE)
+            track_slots = self.ints([track.get(r, -1) for r in requests])
+        plan_step(self.ring, self.plan, rows, self.ints(lens), slots, mask, track_slots)
+        materialise(self.state, self.ring, self.plan.fold)
+
+    def launch_decode(self, layer: int, requests: list[int], x: Inputs) -> torch.Tensor:
+        rows = self.ints([self.row.get(r, 0) for r in requests])
+        slots = self.ints([self.slot.get(r, -1) for r in requests], torch.int32)
+        return decode(
+            x.mixed_qkv, x.a, x.b, self.A_log[layer], self.dt_bias[layer], self.state[layer], self.ring,
+            layer, slots, rows, self.plan.pending, self.scale,
+        )  # fmt: skip
+
+    def fold(self, requests: list[int]) -> None:
+        """Forced fold: afterwards the slots hold the exact state of the committed tokens."""
+        lens = self.ints([self.length(r) for r in requests])
+        rows = self.ints([self.row[r] for r in requests])
+        slots = self.ints([self.slot[r] for r in requests])
+        plan_forced_fold(self.ring, self.forced, rows, lens, slots, lens)
+        materialise(self.state, self.ring, self.forced)
+
+    def state_error(self, slot: int, request: int) -> float:
+        """Largest relative error over the layers of a slot against the request's sequential state."""
+        return max(
+            reference.relative_error(self.state[layer, slot], self.oracle[layer].states[request])
+            for layer in range(self.shape.layers)
+        )

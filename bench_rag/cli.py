@@ -1,0 +1,246 @@
+"""The command line: options, their meaning, and one-line errors."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import demo, report
+from .arms import BUILT_IN, DEFAULT_ARMS, Arm, load_config, select, split_args
+from .errors import BenchError
+from .hosts import host_profile, vocab_of
+from .plot import plot
+from .runner import Benchmark, Results, Settings
+from .workloads import WORKLOADS, Vocab, Workload
+
+# Sizes by option name: type and meaning. A workload takes the ones it has a field for, with its own defaults.
+_SIZES: dict[str, tuple[type, str]] = {
+    "groups": (int, "gsp: groups of prompts that share a prefix"),
+    "prompts_per_group": (int, "gsp: questions asked of each prefix"),
+    "prefix_len": (int, "gsp: tokens of the shared prefix; zipf: tokens of the system prompt"),
+    "question_len": (int, "gsp, zipf: tokens of the question; multi: tokens added in each later turn"),
+    "output_len": (int, "tokens to generate per request"),
+    "request_rate": (float, "gsp, zipf: requests per second, Poisson; inf sends everything at once"),
+    "concurrency": (int, "gsp, zipf, multi: most requests in flight"),
+    "requests": (int, "zipf: number of prompts"),
+    "documents": (int, "zipf: documents in the corpus"),
+    "document_len": (int, "zipf: tokens per document"),
+    "documents_per_prompt": (int, "zipf: documents in each prompt"),
+    "zipf_alpha": (float, "zipf: exponent of the popularity, 0 for none"),
+    "sessions": (int, "multi: conversations"),
+    "turns": (int, "multi: turns per conversation"),
+    "first_len": (int, "multi: tokens of the first turn"),
+    "prompt_len": (int, "burst: tokens per prompt"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"bench_rag: {message}\n")
+
+
+def _comma(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in _comma(text)]
+    except ValueError:
+        numbers = []
+    if not numbers or len(set(numbers)) != len(numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of different integers such as 1,2,3")
+    return numbers
+
+
+def _token_range(text: str) -> Vocab:
+    try:
+        low, high = (int(part) for part in text.split(":"))
+        return Vocab(low, high)
+    except (ValueError, BenchError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of token ids such as 100:30000") from None
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options of ``python -m bench_rag``."""
+    p = _Parser(
+        prog="python -m bench_rag",
+        description="Compare prefix-cache hits, time to first token and decode speed of SGLang server configurations.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="arms:\n" + "\n".join(f"  {a.name:12} {a.about}" for a in BUILT_IN.values()),
+    )
+    what = p.add_argument_group("what to run")
+    what.add_argument(
+        "--demo", action="store_true", help="a small run that a machine without a GPU finishes in minutes"
+    )
+    what.add_argument("--model", help="folder or name for SGLang's --model-path")
+    what.add_argument("--arms", type=_comma, help=f"comma-separated, in order (default {','.join(DEFAULT_ARMS)})")
+    what.add_argument("--config", type=Path, metavar="TOML", help="more arms, and arguments for every server")
+    what.add_argument("--url", help="measure this running server instead of starting any")
+    what.add_argument("--name", default="server", help="with --url: what to call it (default: server)")
+    what.add_argument(
+        "--workload", type=_comma, default=None, help=f"comma-separated from {', '.join(WORKLOADS)} (default gsp)"
+    )
+    what.add_argument("--seeds", "--seed", type=_integers, default=[1], help="comma-separated (default 1)")
+    what.add_argument(
+        "--order",
+        choices=("interleaved", "grouped"),
+        default="interleaved",
+        help="a round of all arms per seed (default), or each arm's server once for all seeds",
+    )
+    sizes = p.add_argument_group("sizes (defaults: those of the public report for gsp)")
+    for name, (kind, text) in _SIZES.items():
+        sizes.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=f"{text}{_defaults(name)}")
+    sizes.add_argument(
+        "--batch", type=_integers, metavar="N,N", help="burst: requests at once, one run each (default 128)"
+    )
+    server = p.add_argument_group("servers")
+    server.add_argument("--server-args", default="", help="arguments for every server, as one string")
+    server.add_argument(
+        "--host-profile", choices=("auto", "cpu", "gpu"), default="auto", help="base flags of servers (default auto)"
+    )
+    server.add_argument("--start-timeout", type=float, default=900.0, metavar="S", help="seconds (default 900)")
+    server.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds (default 600)")
+    how = p.add_argument_group("how to measure")
+    how.add_argument(
+        "--warmup",
+        choices=("full", "light", "none"),
+        help="before each workload: a smaller run of its shape, one tiny request, or nothing (default: full, light on a CPU)",
+    )
+    how.add_argument("--no-flush", action="store_true", help="keep what is in the prefix cache before a run")
+    how.add_argument(
+        "--token-ids",
+        type=_token_range,
+        metavar="LOW:HIGH",
+        help="range that prompts draw from (default: by the model)",
+    )
+    how.add_argument(
+        "--out", type=Path, help="folder for JSON, Markdown, the plot and logs (default results/bench_rag)"
+    )
+    how.add_argument("--quiet", action="store_true", help="no progress bars")
+    return p
+
+
+def _defaults(name: str) -> str:
+    found = {k: getattr(w(), name) for k, w in WORKLOADS.items() if any(f.name == name for f in fields(w))}
+    values = ", ".join(f"{v:g}" if len(set(found.values())) == 1 else f"{k} {v:g}" for k, v in found.items())
+    return f" (default {values.split(',')[0] if len(set(found.values())) == 1 else values})"
+
+
+def workloads_of(options: argparse.Namespace) -> list[Workload]:
+    """The workloads that the options name; BenchError for a size that none of them has."""
+    names = options.workload or ["gsp"]
+    for name in names:
+        if name not in WORKLOADS:
+            raise BenchError(f"no workload is called {name!r}; there are {', '.join(WORKLOADS)}")
+    chosen: list[Workload] = []
+    given = {name: value for name in _SIZES if (value := getattr(options, name)) is not None}
+    used: set[str] = set()
+    for name in dict.fromkeys(names):
+        kind = WORKLOADS[name]
+        own = {f.name for f in fields(kind)}
+        sizes: dict[str, Any] = {k: v for k, v in given.items() if k in own}
+        used |= sizes.keys()
+        if name == "burst":
+            chosen += [kind(batch=b, **sizes) for b in options.batch or [kind().batch]]
+        else:
+            chosen.append(kind(**sizes))
+    unused = sorted(given.keys() - used) + (["batch"] if options.batch and "burst" not in names else [])
+    if unused:
+        raise BenchError(f"--{unused[0].replace('_', '-')} has no meaning for {', '.join(dict.fromkeys(names))}")
+    return chosen
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """Everything decided before the first server starts; BenchError says what does not fit."""
+    config = load_config(options.config)
+    model = options.model or config.model
+    out = options.out or Path("results/bench_rag")
+    common: dict[str, Any] = {
+        "seeds": options.seeds,
+        "out": out,
+        "order": options.order,
+        "flush": not options.no_flush,
+        "request_timeout": options.request_timeout,
+        "start_timeout": options.start_timeout,
+        "quiet": options.quiet,
+    }
+    if options.url is not None:
+        if options.arms or options.demo or options.server_args:
+            raise BenchError("--url measures a running server: --arms, --demo and --server-args do not go with it")
+        if not options.url.startswith(("http://", "https://")):
+            raise BenchError(f"--url needs an address such as http://127.0.0.1:30000, got {options.url!r}")
+        return Settings(
+            arms=[Arm(options.name, options.url)],
+            workloads=workloads_of(options),
+            vocab=options.token_ids or vocab_of(model),
+            model=model or "",
+            url=options.url,
+            warmup=options.warmup or "full",
+            **common,
+        )
+    profile = host_profile(options.host_profile)
+    if options.demo:
+        model = model or demo.tiny_model()
+    if not model:
+        raise BenchError("name a model with --model, a running server with --url, or try --demo")
+    model = str(Path(model).resolve()) if Path(model).exists() else model
+    return Settings(
+        arms=select(options.arms or DEFAULT_ARMS, config.arms),
+        workloads=[demo.WORKLOAD] if options.demo and options.workload is None else workloads_of(options),
+        vocab=options.token_ids or vocab_of(model),
+        model=model,
+        profile=profile,
+        server_args=[
+            *(demo.server_args(profile) if options.demo else ()),
+            *config.args,
+            *split_args(options.server_args),
+        ],
+        server_env=config.env,
+        warmup=options.warmup or ("light" if profile.name == "cpu" or options.demo else "full"),
+        **common,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 if everything was measured, 1 if something failed, 2 for options that do not fit."""
+    options = parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        settings = settings_of(options)
+    except BenchError as e:
+        print(f"bench_rag: {e}", file=sys.stderr)
+        return 2
+    benchmark = Benchmark(settings, on_run=lambda results: report.write(settings, results))
+    try:
+        benchmark.run()
+    except KeyboardInterrupt:
+        print("bench_rag: interrupted", file=sys.stderr)
+        _finish(settings, benchmark.results, options.demo)
+        return 130
+    return _finish(settings, benchmark.results, options.demo)
+
+
+def _finish(settings: Settings, results: Results, is_demo: bool) -> int:
+    """Print and write the report; the exit status."""
+    closing = demo.sentence(settings, results) if is_demo and results.runs else ""
+    if results.runs:
+        picture = plot(settings, results, settings.out / "report.png")
+        report.write(settings, results, closing, picture.name)
+        print(report.terminal(settings, results))
+        print(f"\nwritten to {settings.out}: report.md, report.png, results.json, requests.jsonl")
+    for failure in results.failures:
+        print(f"bench_rag: {failure.arm} failed: {failure.sentence}", file=sys.stderr)
+    failed = sum(run.figures.get("failed", 0) for run in results.runs)
+    if failed:
+        first = next(run for run in results.runs if run.figures.get("failed"))
+        reason = first.figures["first_error"]
+        print(f"bench_rag: {failed} requests failed, the first on {first.arm}: {reason}", file=sys.stderr)
+    if closing:
+        print(f"\n{closing}")
+    return 0 if results.complete and results.runs else 1

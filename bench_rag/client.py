@@ -1,0 +1,173 @@
+"""HTTP to one SGLang server: streamed generation from token ids, and the few control calls a benchmark needs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from .errors import BenchError
+
+# One event of a stream that repeats all output ids so far can be long; aiohttp's default line limit is 128 KiB.
+_LINE_LIMIT = 16 << 20
+
+
+@dataclass
+class Reply:
+    """What one request did, in seconds of :func:`time.perf_counter` and in tokens.
+
+    ``events``: for each streamed event that brought tokens, its arrival time and the output tokens so far.
+    ``waited``: seconds the request was held back by the client's own concurrency limit before ``sent``; no other figure
+    includes them. ``cached_by_tier``: the server's split of cached tokens (device, host, storage), empty where it gives none.
+    """
+
+    conversation: int = 0
+    turn: int = 0
+    sent: float = 0.0
+    waited: float = 0.0
+    ended: float = 0.0
+    events: list[tuple[float, int]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+    output_ids: list[int] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.error
+
+
+class Client:
+    """Async client of the server at ``base_url``; use it as an async context manager.
+
+    ``timeout`` bounds each request in seconds, from send to the end of its stream.
+    """
+
+    def __init__(self, base_url: str, timeout: float = 600.0) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Client:
+        self._session = aiohttp.ClientSession(
+            timeout=self._timeout,
+            connector=aiohttp.TCPConnector(limit=0),
+            read_bufsize=_LINE_LIMIT,
+            trust_env=False,  # a proxy between the client and a server on this machine would be measured too
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._open.close()
+
+    @property
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("use the client as an async context manager")
+        return self._session
+
+    async def generate(self, input_ids: list[int], output_len: int) -> Reply:
+        """Greedy answer of exactly ``output_len`` tokens; a failure ends up in ``Reply.error``, never as an exception."""
+        reply = Reply(prompt_tokens=len(input_ids))
+        body = {
+            "input_ids": input_ids,
+            "stream": True,
+            "sampling_params": {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True},
+        }
+        reply.sent = time.perf_counter()
+        try:
+            async with self._open.post(f"{self.base_url}/generate", json=body) as response:
+                if response.status != 200:
+                    reply.error = f"HTTP {response.status}: {_short(await response.text())}"
+                else:
+                    await _read_stream(response, reply)
+        except asyncio.TimeoutError:
+            reply.error = f"no answer within {self._timeout.total:g} s"
+        except (aiohttp.ClientError, ValueError, KeyError, TypeError) as e:
+            reply.error = _short(f"{type(e).__name__}: {e}")
+        reply.ended = time.perf_counter()
+        if reply.ok and len(reply.output_ids) != output_len:
+            reply.error = f"{len(reply.output_ids)} output tokens instead of {output_len}"
+        if reply.ok and reply.prompt_tokens != len(input_ids):
+            reply.error = f"the server counted {reply.prompt_tokens} prompt tokens instead of {len(input_ids)}"
+        return reply
+
+    async def healthy(self, timeout: float = 30.0) -> bool:
+        """Whether the server can generate; a server that is not there counts as not healthy.
+
+        SGLang answers this call by running one token through the model, so it may take seconds on a slow machine.
+        """
+        try:
+            async with self._open.get(f"{self.base_url}/health", timeout=aiohttp.ClientTimeout(timeout)) as r:
+                return r.status == 200
+        except (aiohttp.ClientError, asyncio.TimeoutError):
+            return False
+
+    async def flush(self, timeout: float = 30.0) -> None:
+        """Empty the prefix cache, waiting up to ``timeout`` seconds for running requests. BenchError if refused."""
+        try:
+            async with self._open.post(f"{self.base_url}/flush_cache", params={"timeout": str(timeout)}) as r:
+                if r.status != 200:
+                    raise BenchError(f"the server refused to flush its prefix cache: {_short(await r.text())}")
+        except (aiohttp.ClientError, asyncio.TimeoutError) as e:
+            raise BenchError(f"could not flush the prefix cache of {self.base_url}: {_reason(e)}") from e
+
+    async def server_info(self) -> dict[str, Any]:
+        """The server's resolved configuration and state; empty where it has no such page."""
+        try:
+            async with self._open.get(f"{self.base_url}/server_info") as r:
+                info = await r.json(content_type=None) if r.status == 200 else {}
+                return info if isinstance(info, dict) else {}
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
+            return {}
+
+
+async def _read_stream(response: aiohttp.ClientResponse, reply: Reply) -> None:
+    """Fill ``reply`` from a ``/generate`` stream."""
+    async for arrived, event in _events(response):
+        if "error" in event:
+            reply.error = _short(json.dumps(event["error"]))
+            return
+        meta = event["meta_info"]
+        ids, so_far = event.get("output_ids") or [], int(meta["completion_tokens"])
+        # A server repeats all ids so far in every event, unless it runs with incremental streaming.
+        reply.output_ids = ids if len(ids) >= so_far else reply.output_ids + ids
+        if so_far > (reply.events[-1][1] if reply.events else 0):
+            reply.events.append((arrived, so_far))
+        reply.prompt_tokens = int(meta["prompt_tokens"])
+        reply.cached_tokens = int(meta.get("cached_tokens") or 0)
+        tiers = meta.get("cached_tokens_details") or {}
+        reply.cached_by_tier = {k: int(v) for k, v in tiers.items() if isinstance(v, int)}
+        finish = meta.get("finish_reason") or {}
+        if isinstance(finish, dict) and finish.get("type") == "abort":
+            reply.error = _short(f"aborted by the server: {finish.get('message', '')}")
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+    """Arrival time and payload of each server-sent event, up to ``[DONE]``."""
+    async for line in response.content:
+        if not line.startswith(b"data:"):
+            continue
+        arrived = time.perf_counter()
+        payload = line[5:].strip()
+        if payload == b"[DONE]":
+            return
+        yield arrived, json.loads(payload)
+
+
+def _short(text: str, limit: int = 300) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def _reason(error: BaseException) -> str:
+    return _short(str(error)) or type(error).__name__

@@ -1,0 +1,96 @@
+"""One picture per benchmark: what each arm hit, and how long its users waited."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .report import mean_ceiling, summarise
+from .runner import Results, Settings
+from .workloads import Burst, Workload
+
+
+def plot(settings: Settings, results: Results, path: Path) -> Path:
+    """Draw one row of two panels per workload to ``path`` (PNG) and return it. Needs no display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = len(settings.workloads)
+    width = max(9.0, 2.6 + 1.7 * len(settings.arms))
+    figure, axes = pyplot.subplots(rows, 2, figsize=(width, 3.4 * rows), squeeze=False, layout="constrained")
+    for (left, right), workload in zip(axes, settings.workloads, strict=True):
+        if isinstance(workload, Burst):
+            _bars(left, settings, results, workload, "steady_throughput", 1.0, "steady decode, tok/s", "{:.0f}")
+            _latency(right, settings, results, workload, "tpot_ms", "time per output token, ms")
+        else:
+            _bars(left, settings, results, workload, "hit_rate", 100.0, "prefix-cache hit rate, %", "{:.1f}")
+            limit = 100 * mean_ceiling(results, workload.label)
+            left.axhline(limit, color="0.35", linestyle="--", linewidth=1)
+            left.annotate(
+                f"infinite cache {limit:.1f}%",
+                (1, limit),
+                xycoords=("axes fraction", "data"),
+                xytext=(-4, 3),
+                textcoords="offset points",
+                ha="right",
+                fontsize=8,
+                color="0.35",
+            )
+            left.set_ylim(0, 112)
+            _latency(right, settings, results, workload, "ttft_ms", "time to first token, ms")
+        left.set_title(workload.label, loc="left", fontsize=10, fontweight="bold")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path
+
+
+_COLOURS = ("#7f8fa6", "#d98a3d", "#2a7f62", "#a6b3c4", "#7cc0a7", "#b05f6d")
+
+
+def _colours(settings: Settings) -> list[str]:
+    return [_COLOURS[i % len(_COLOURS)] for i in range(len(settings.arms))]
+
+
+def _tidy(axis, settings: Settings, label: str) -> None:  # type: ignore[no-untyped-def]
+    axis.set_xticks(range(len(settings.arms)), [a.name for a in settings.arms], fontsize=9)
+    axis.set_ylabel(label, fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(axis="y", labelsize=8)
+
+
+def _bars(  # type: ignore[no-untyped-def]
+    axis, settings: Settings, results: Results, workload: Workload, name: str, factor: float, label: str, text: str
+) -> None:
+    """One bar per arm; a line shows the standard deviation over seeds."""
+    for x, (arm, colour) in enumerate(zip(settings.arms, _colours(settings), strict=True)):
+        summary = summarise(results, arm.name, workload.label)
+        if name not in summary:
+            axis.text(x, 0, "not measured", ha="center", va="bottom", fontsize=8, rotation=90)
+            continue
+        value, spread = factor * summary[name], factor * summary.get(f"{name}_sd", 0.0)
+        axis.bar(x, value, 0.62, color=colour, yerr=spread or None, capsize=4)
+        axis.annotate(
+            text.format(value), (x, value + spread), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=9
+        )
+    _tidy(axis, settings, label)
+
+
+def _latency(  # type: ignore[no-untyped-def]
+    axis, settings: Settings, results: Results, workload: Workload, name: str, label: str
+) -> None:
+    """Mean as a bar, median and 99th percentile as marks."""
+    for x, (arm, colour) in enumerate(zip(settings.arms, _colours(settings), strict=True)):
+        summary = summarise(results, arm.name, workload.label)
+        if f"{name}_mean" not in summary:
+            continue
+        mean, p50, p99 = (summary[f"{name}_{k}"] for k in ("mean", "p50", "p99"))
+        axis.bar(x, mean, 0.62, color=colour)
+        axis.vlines(x, p50, p99, color="0.2", linewidth=1)
+        axis.plot(x, p50, "o", color="0.2", markersize=4)
+        axis.plot(x, p99, "_", color="0.2", markersize=10)
+        axis.annotate(f"{mean:.0f}", (x - 0.31, mean), xytext=(0, 2), textcoords="offset points", fontsize=9)
+    axis.set_ylim(bottom=0)
+    _tidy(axis, settings, label)
+    axis.set_title("bar: mean, dot: p50, dash: p99", loc="right", fontsize=8, color="0.35")

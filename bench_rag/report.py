@@ -1,0 +1,236 @@
+"""Tables for the terminal and Markdown, and the JSON everything else can be made from."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from . import __version__, measures
+from .client import Reply
+from .hosts import gpu_name
+from .runner import Results, Run, Settings
+from .workloads import Burst, Workload, describe
+
+# Column title, figure, factor, decimals.
+_Column = tuple[str, str, float, int]
+_COMMON: tuple[_Column, ...] = (
+    ("TTFT mean ms", "ttft_ms_mean", 1, 0),
+    ("p50", "ttft_ms_p50", 1, 0),
+    ("p99", "ttft_ms_p99", 1, 0),
+    ("TPOT mean ms", "tpot_ms_mean", 1, 1),
+    ("ITL p50 ms", "itl_ms_p50", 1, 1),
+    ("p99", "itl_ms_p99", 1, 1),
+    ("E2E mean ms", "e2e_ms_mean", 1, 0),
+    ("output tok/s", "output_throughput", 1, 1),
+    ("prompt tok/s", "prompt_throughput", 1, 0),
+)
+_PREFIX: tuple[_Column, ...] = (("hit %", "hit_rate", 100, 1), *_COMMON)
+_BURST: tuple[_Column, ...] = (("steady decode tok/s", "steady_throughput", 1, 1), *_COMMON)
+_EQUAL: _Column = ("same output %", "equal_outputs", 100, 1)
+
+
+def summarise(results: Results, arm: str, workload: str) -> dict[str, Any]:
+    """Figures of one arm on one workload, averaged over seeds; empty if it was not measured."""
+    runs = [r.figures for r in results.runs if r.arm == arm and r.workload == workload]
+    return measures.average(runs) if runs else {}
+
+
+def mean_ceiling(results: Results, workload: str) -> float:
+    """Hit rate of an infinite cache on the workload, averaged over seeds."""
+    by_seed = results.ceilings[workload]
+    return sum(by_seed.values()) / len(by_seed)
+
+
+def table(settings: Settings, results: Results, workload: Workload, fmt: str = "simple") -> str:
+    """One row per arm, in tabulate's format ``fmt``; several seeds show as mean ± sample standard deviation."""
+    columns = [*(_BURST if isinstance(workload, Burst) else _PREFIX), *([_EQUAL] if len(settings.arms) > 1 else [])]
+    rows = []
+    for arm in settings.arms:
+        summary = summarise(results, arm.name, workload.label)
+        cells = [_cell(summary, c) for c in columns]
+        if arm is settings.arms[0] and columns[-1] is _EQUAL and summary:
+            cells[-1] = "(reference)"
+        failed = f"{summary['failed'] * summary['runs']:.0f}" if summary else "not measured"
+        rows.append([arm.name, *cells, failed])
+    headers = ["arm", *(c[0] for c in columns), "failed"]
+    alignment = ("left", *["right"] * (len(headers) - 1))
+    return tabulate(rows, headers, tablefmt=fmt, colalign=alignment, disable_numparse=True)
+
+
+def _cell(summary: Mapping[str, Any], column: _Column) -> str:
+    _, name, factor, decimals = column
+    if name not in summary:
+        return "-"
+    text = f"{factor * summary[name]:.{decimals}f}"
+    spread = summary.get(f"{name}_sd")
+    return text if spread is None else f"{text} ± {factor * spread:.{decimals}f}"
+
+
+def title(settings: Settings, results: Results, workload: Workload) -> str:
+    """One line that says what the workload was and how high its hit rate could be."""
+    sizes = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in describe(workload).items() if k not in ("kind", "label"))
+    text = f"{workload.label}: {sizes}; seeds {', '.join(map(str, settings.seeds))}"
+    if isinstance(workload, Burst):
+        return text
+    return f"{text}. Ceiling (infinite cache): {100 * mean_ceiling(results, workload.label):.1f}% hit rate"
+
+
+def terminal(settings: Settings, results: Results) -> str:
+    """All tables, ready to print."""
+    parts = []
+    for workload in settings.workloads:
+        parts += [title(settings, results, workload), table(settings, results, workload), ""]
+    return "\n".join(parts).rstrip()
+
+
+def markdown(settings: Settings, results: Results, plot: str | None = None, closing: str = "") -> str:
+    """The report as one Markdown page; ``plot`` is the file name of a picture beside it."""
+    about = _about(settings)
+    lines = ["# bench_rag", "", f"{about['created']}, {about['machine']}, Python {about['python']}", ""]
+    if settings.url is None:
+        lines += [f"Model: `{Path(settings.model).name}`, host profile `{settings.profile.name}`", ""]
+    for workload in settings.workloads:
+        lines += [f"## {workload.label}", "", title(settings, results, workload), ""]
+        lines += [table(settings, results, workload, "github"), ""]
+    if closing:
+        lines += [closing, ""]
+    if plot:
+        lines += [f"![hit rate and time to first token per arm]({plot})", ""]
+    lines += ["## Arms", ""]
+    lines += [tabulate(_arm_rows(settings, results), _ARM_HEADERS, tablefmt="github", disable_numparse=True), ""]
+    for failure in results.failures:
+        lines += [f"`{failure.arm}` failed: {failure.sentence}", "", "```", failure.detail, "```", ""]
+    lines += ["## Method", "", *_method(settings), ""]
+    return "\n".join(lines)
+
+
+_ARM_HEADERS = ("arm", "what it is", "SGLang", "cache strategy", "overlap", "replay", "start s")
+
+
+def _arm_rows(settings: Settings, results: Results) -> list[list[str]]:
+    """What each server said it ran, which is not always what it was asked for."""
+    rows = []
+    for arm in settings.arms:
+        said = next((r.server for r in results.runs if r.arm == arm.name), {})
+        overlap, replay = said.get("disable_overlap_schedule"), said.get("enable_linear_replayssm")
+        start = said.get("start_s")
+        rows.append(
+            [
+                arm.name,
+                arm.about,
+                str(said.get("version", "-")),
+                str(said.get("mamba_radix_cache_strategy", "-")),
+                "-" if overlap is None else "off" if overlap else "on",
+                "-" if replay is None else "on" if replay else "off",
+                "-" if start is None else f"{start:.0f}",
+            ]
+        )
+    return rows
+
+
+def _method(settings: Settings) -> list[str]:
+    flush = "The prefix cache is flushed before every run." if settings.flush else "The prefix cache is not flushed."
+    return [
+        f"- Arms are run {settings.order} over the seeds; warm-up: {settings.warmup}. {flush}",
+        "- Hit rate is cached over prompt tokens as the server reports them per request. The ceiling is an infinite cache that"
+        " keeps every earlier prompt and answer and is ready at once.",
+        "- Times run from the moment a request is sent. A request held back by the client's own concurrency limit has not been"
+        " sent yet; the JSON has that wait as `client_wait_ms_mean`.",
+        "- TPOT is per request, after the first event; ITL is per token. Percentiles interpolate linearly.",
+        "- Same output: share of greedy answers whose token ids all equal the first arm's. Batches form differently in every run"
+        " and rounding follows them, so two runs of one arm need not reach 100% either (give an arm twice to see).",
+        "- Steady decode counts tokens between the last request's first token and the first request's last.",
+    ]
+
+
+def as_json(settings: Settings, results: Results, closing: str = "") -> dict[str, Any]:
+    """Everything measured, with what is needed to repeat it."""
+    return {
+        **_about(settings),
+        "model": settings.model,
+        "url": settings.url,
+        "host_profile": settings.profile.name,
+        "order": settings.order,
+        "warmup": settings.warmup,
+        "flushed": settings.flush,
+        "seeds": list(settings.seeds),
+        "token_ids": [settings.vocab.low, settings.vocab.high],
+        "workloads": [{**describe(w), "ceiling": results.ceilings[w.label]} for w in settings.workloads],
+        "arms": [
+            {
+                "name": arm.name,
+                "about": arm.about,
+                "args": list(arm.args),
+                "env": dict(arm.env),
+                "plugin": arm.plugin,
+                "command": results.commands.get(arm.name),
+            }
+            for arm in settings.arms
+        ],
+        "runs": [
+            {"arm": r.arm, "workload": r.workload, "seed": r.seed, "figures": r.figures, "server": r.server}
+            for r in results.runs
+        ],
+        "summary": [
+            {"arm": arm.name, "workload": w.label, **summary}
+            for w in settings.workloads
+            for arm in settings.arms
+            if (summary := summarise(results, arm.name, w.label))
+        ],
+        "failures": [{"arm": f.arm, "sentence": f.sentence, "detail": f.detail} for f in results.failures],
+        "complete": results.complete,
+        "closing": closing,
+    }
+
+
+def write(settings: Settings, results: Results, closing: str = "", plot: str | None = None) -> None:
+    """``results.json``, ``report.md`` and ``requests.jsonl`` (one line per request) in the output folder."""
+    settings.out.mkdir(parents=True, exist_ok=True)
+    _replace(settings.out / "results.json", json.dumps(as_json(settings, results, closing), indent=1))
+    _replace(settings.out / "report.md", markdown(settings, results, plot, closing))
+    lines = [json.dumps(_request(run, reply)) for run in results.runs for reply in run.replies]
+    _replace(settings.out / "requests.jsonl", "".join(line + "\n" for line in lines))
+
+
+def _request(run: Run, reply: Reply) -> dict[str, Any]:
+    began = min(r.sent for r in run.replies)
+    line: dict[str, Any] = {
+        "arm": run.arm,
+        "workload": run.workload,
+        "seed": run.seed,
+        "conversation": reply.conversation,
+        "turn": reply.turn,
+        "sent_s": round(reply.sent - began, 6),
+        "waited_s": round(reply.waited, 6),
+        "prompt_tokens": reply.prompt_tokens,
+        "cached_tokens": reply.cached_tokens,
+        "error": reply.error,
+    }
+    if reply.ok:
+        line |= {"ttft_ms": 1e3 * measures.ttft(reply), "e2e_ms": 1e3 * measures.e2e(reply)}
+        line["output_tokens"] = reply.events[-1][1]
+    return line
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write whole or not at all: a benchmark that is killed leaves the previous file."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _about(settings: Settings) -> dict[str, Any]:
+    gpu = gpu_name()
+    return {
+        "bench_rag": __version__,
+        "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": gpu or f"{os.cpu_count()} CPU cores ({platform.machine()})",
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,251 @@
+"""The order of a benchmark: which server is up when, what is sent to it, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import measures
+from .arms import Arm
+from .ceiling import ceiling
+from .client import Client, Reply
+from .driver import drive
+from .errors import BenchError
+from .hosts import HostProfile, gpu_memory_used
+from .progress import Progress
+from .server import Server, free_port, launch_command
+from .workloads import Burst, Vocab, Workload
+
+# Fields of /server_info that say what a server really runs.
+_FACTS = (
+    "version",
+    "mamba_radix_cache_strategy",
+    "disable_overlap_schedule",
+    "enable_linear_replayssm",
+    "linear_replayssm_cache_len",
+    "mamba_track_interval",
+    "mamba_ssm_dtype",
+    "attention_backend",
+    "page_size",
+    "chunked_prefill_size",
+    "max_total_num_tokens",
+    "max_mamba_cache_size",
+)
+_WARMUP_SEED = 1_000_003  # warm-up prompts share nothing with measured ones
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to run. ``model`` and ``profile`` matter only where servers are started (``url`` is None)."""
+
+    arms: Sequence[Arm]
+    workloads: Sequence[Workload]
+    seeds: Sequence[int]
+    out: Path
+    vocab: Vocab
+    model: str = ""
+    url: str | None = None
+    profile: HostProfile = HostProfile("gpu")
+    server_args: Sequence[str] = ()
+    server_env: Mapping[str, str] = field(default_factory=dict)
+    order: str = "interleaved"
+    warmup: str = "full"
+    flush: bool = True
+    start_timeout: float = 900.0
+    request_timeout: float = 600.0
+    quiet: bool = False
+
+
+@dataclass
+class Run:
+    """One measured run: one arm, one workload, one seed. ``server``: what the server said about itself."""
+
+    arm: str
+    workload: str
+    seed: int
+    figures: dict[str, Any]
+    server: dict[str, Any]
+    replies: list[Reply] = field(repr=False, default_factory=list)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An arm that could not be measured, or not to the end; ``detail``: its server's last lines."""
+
+    arm: str
+    sentence: str
+    detail: str = ""
+
+
+@dataclass
+class Results:
+    """Everything a report needs. ``ceilings``: hit rate of an infinite cache by workload and seed."""
+
+    runs: list[Run] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    ceilings: dict[str, dict[int, float]] = field(default_factory=dict)
+    commands: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every arm was measured and every request answered."""
+        return not self.failures and all(not run.figures.get("failed") for run in self.runs)
+
+
+def visits(arms: Sequence[Arm], seeds: Sequence[int], order: str) -> Iterator[tuple[Arm, tuple[int, ...]]]:
+    """Which arm's server is up in turn, for which seeds.
+
+    ``grouped``: each arm once, for all seeds. ``interleaved``: a round of all arms for each seed, each round starting
+    one arm later, so that a machine that drifts does not favour one arm.
+    """
+    if order == "grouped":
+        yield from ((arm, tuple(seeds)) for arm in arms)
+        return
+    for number, seed in enumerate(seeds):
+        shift = number % len(arms)
+        yield from ((arm, (seed,)) for arm in [*arms[shift:], *arms[:shift]])
+
+
+class Benchmark:
+    """Runs ``settings``; ``results`` grows run by run, and ``on_run`` sees it each time, so partial results can be kept."""
+
+    def __init__(self, settings: Settings, on_run: Callable[[Results], None] = lambda results: None) -> None:
+        self.settings = settings
+        self._on_run = on_run
+        self.results = Results()
+        for workload in settings.workloads:
+            self.results.ceilings[workload.label] = {
+                seed: ceiling(workload.plan(seed, settings.vocab)) for seed in settings.seeds
+            }
+
+    def run(self) -> Results:
+        """Measure every arm; an arm that fails is recorded, and the others go on."""
+        s = self.settings
+        with Progress(len(s.arms) * len(s.seeds) * len(s.workloads), s.quiet) as progress:
+            for arm, seeds in visits(s.arms, s.seeds, s.order):
+                if any(f.arm == arm.name for f in self.results.failures):
+                    continue
+                try:
+                    self._visit(arm, seeds, progress)
+                except BenchError as e:
+                    self.results.failures.append(Failure(arm.name, str(e), e.detail))
+                    progress.say(f"{arm.name}: {e}\n{e.detail}".rstrip())
+                    self._on_run(self.results)
+        return self.results
+
+    def _visit(self, arm: Arm, seeds: Sequence[int], progress: Progress) -> None:
+        s = self.settings
+        if s.url is not None:
+            asyncio.run(self._measure(arm, seeds, s.url, None, progress))
+            return
+        before = gpu_memory_used() if s.profile.name == "gpu" else None
+        port = free_port()
+        command = launch_command(s.model, port, [*s.profile.args, *s.server_args, *arm.args])
+        self.results.commands[arm.name] = command
+        env = arm.environment({**os.environ, **s.profile.env, **s.server_env})
+        log = s.out / "logs" / f"{arm.name.replace('#', '-')}-seed{seeds[0]}.log"
+        with Server(command, env, log.absolute(), port) as server:
+            asyncio.run(self._measure(arm, seeds, server.base_url, server, progress))
+            progress.phase(f"stopping {arm.name}")
+        if before is not None:
+            _wait_for_memory(before)
+
+    async def _measure(
+        self, arm: Arm, seeds: Sequence[int], url: str, server: Server | None, progress: Progress
+    ) -> None:
+        s = self.settings
+        async with Client(url, s.request_timeout) as client:
+            started = None
+            if server is not None:
+                started = await server.ready(
+                    client, s.start_timeout, lambda sec: progress.phase(f"starting {arm.name}, {sec:.0f} s")
+                )
+                progress.say(f"{arm.name}: server up after {started:.0f} s")
+            elif not await client.healthy():
+                raise BenchError(f"no healthy server answers at {url}")
+            facts = _facts(await client.server_info(), started)
+            for workload in s.workloads:
+                _check_batch(workload, facts, arm, progress)
+                await self._warm_up(client, workload, progress)
+                for seed in seeds:
+                    name = f"{arm.name} {workload.label} seed {seed}"
+                    run = Run(arm.name, workload.label, seed, {}, facts)
+                    run.replies = await self._one_run(client, workload, seed, name, progress)
+                    run.figures = measures.measure(run.replies, steady=isinstance(workload, Burst))
+                    if server is not None and server.returncode is not None:
+                        raise server.failure(f"the server ended during {name}, exit status {server.returncode}")
+                    if not run.figures["requests"]:
+                        sentence = f"every request of {name} failed, the first with: {run.figures['first_error']}"
+                        raise server.failure(sentence) if server is not None else BenchError(sentence)
+                    self.results.runs.append(run)
+                    self._compare_outputs()
+                    self._on_run(self.results)
+                    progress.end()
+
+    async def _warm_up(self, client: Client, workload: Workload, progress: Progress) -> None:
+        if self.settings.warmup == "none":
+            return
+        light = Burst(batch=1, prompt_len=8, output_len=2)
+        warm = light if self.settings.warmup == "light" else workload.warmup()
+        progress.phase(f"warming up {workload.label}")
+        replies = await drive(client, warm.plan(_WARMUP_SEED, self.settings.vocab))
+        if all(not r.ok for r in replies):
+            raise BenchError(f"every warm-up request failed, the first with: {replies[0].error}")
+
+    async def _one_run(
+        self, client: Client, workload: Workload, seed: int, name: str, progress: Progress
+    ) -> list[Reply]:
+        plan = workload.plan(seed, self.settings.vocab)
+        if self.settings.flush:
+            await client.flush()
+        progress.phase(name)
+        progress.begin(name, plan.requests)
+        return await drive(client, plan, progress.reply)
+
+    def _compare_outputs(self) -> None:
+        """Give every run of the later arms the share of outputs that equal the first arm's."""
+        reference = {(r.workload, r.seed): r for r in self.results.runs if r.arm == self.settings.arms[0].name}
+        for run in self.results.runs:
+            first = reference.get((run.workload, run.seed))
+            if first is not None and first is not run:
+                share = measures.equal_outputs(run.replies, first.replies)
+                if share is not None:
+                    run.figures["equal_outputs"] = share
+
+
+def _facts(info: Mapping[str, Any], started: float | None) -> dict[str, Any]:
+    """The part of /server_info worth keeping, and the seconds the server took to start."""
+    facts = {k: info[k] for k in _FACTS if k in info}
+    state = (info.get("internal_states") or [{}])[0]
+    if isinstance(state, dict):
+        if "effective_max_running_requests_per_dp" in state:
+            facts["max_running_requests"] = state["effective_max_running_requests_per_dp"]
+        if "memory_usage" in state:
+            facts["memory_usage_gb"] = state["memory_usage"]
+    if started is not None:
+        facts["start_s"] = started
+    return facts
+
+
+def _check_batch(workload: Workload, facts: Mapping[str, Any], arm: Arm, progress: Progress) -> None:
+    limit = facts.get("max_running_requests")
+    if isinstance(workload, Burst) and isinstance(limit, int) and limit < workload.batch:
+        progress.say(
+            f"{arm.name}: the server runs at most {limit} requests at once, fewer than {workload.label} sends; "
+            "its decode throughput is not that of the full batch (see --max-running-requests)"
+        )
+
+
+def _wait_for_memory(before: int, patience: float = 30.0, slack: int = 1024) -> None:
+    """Wait until GPU memory in use is back within ``slack`` MiB of ``before``: the next server plans by what is free."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        used = gpu_memory_used()
+        if used is None or used <= before + slack:
+            return
+        time.sleep(0.5)

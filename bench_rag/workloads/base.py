@@ -1,0 +1,127 @@
+"""What every workload produces: a plan of conversations with arrival times, a pure function of a seed.
+
+A request is a conversation of one turn. In a longer conversation each turn's prompt is everything before it (the
+previous prompt and what the server answered) plus new tokens, so only the new tokens are planned here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+
+from ..errors import BenchError
+
+
+@dataclass(frozen=True)
+class Turn:
+    """``new_ids``: token ids appended to the history. ``output_len``: tokens to generate, exactly."""
+
+    new_ids: list[int]
+    output_len: int
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns sent strictly one after another, starting ``arrival`` seconds after the run begins."""
+
+    turns: list[Turn]
+    arrival: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Conversations in order of arrival, and how many requests may be in flight at once."""
+
+    conversations: list[Conversation]
+    concurrency: int
+
+    @property
+    def requests(self) -> int:
+        """Number of requests (turns) in the whole plan."""
+        return sum(len(c.turns) for c in self.conversations)
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """Half-open range of token ids ``[low, high)`` that prompts draw from."""
+
+    low: int = 100
+    high: int = 30_000
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high:
+            raise BenchError(f"token ids need 0 <= low < high, got low {self.low} and high {self.high}")
+
+    def draw(self, rng: random.Random, count: int) -> list[int]:
+        """``count`` independent, uniform token ids."""
+        return rng.choices(range(self.low, self.high), k=count)
+
+
+@runtime_checkable
+class Workload(Protocol):
+    """A frozen dataclass of sizes; see the sibling modules."""
+
+    kind: ClassVar[str]
+
+    @property
+    def label(self) -> str:
+        """Short name that tells two instances of one kind apart in a report."""
+        ...
+
+    def plan(self, seed: int, vocab: Vocab) -> Plan:
+        """Token-exact plan; the same seed and vocabulary give the same plan."""
+        ...
+
+    def warmup(self) -> Workload:
+        """A smaller instance that reaches the same server code (batch shapes, kernels), no arrivals to wait for."""
+        ...
+
+
+W = TypeVar("W", bound=Workload)
+
+
+def resize(workload: W, **changes: Any) -> W:
+    """Copy of ``workload`` where each numeric field is lowered to the given value, never raised."""
+    return replace(workload, **{k: min(v, getattr(workload, k)) for k, v in changes.items()})  # type: ignore[type-var]
+
+
+def describe(workload: Workload) -> dict[str, Any]:
+    """Kind, label and every size, for reports; an infinite rate becomes the string ``inf`` (JSON has no infinity)."""
+    sizes = {k: "inf" if v == float("inf") else v for k, v in asdict(workload).items()}  # type: ignore[call-overload]
+    return {"kind": workload.kind, "label": workload.label, **sizes}
+
+
+def need(condition: bool, sentence: str) -> None:
+    """Raise :class:`BenchError` with ``sentence`` unless ``condition``."""
+    if not condition:
+        raise BenchError(sentence)
+
+
+def need_positive(workload: Workload, names: Sequence[str]) -> None:
+    """Raise :class:`BenchError` unless every named size is at least one."""
+    for name in names:
+        value = getattr(workload, name)
+        need(value >= 1, f"{workload.kind}: {name.replace('_', '-')} must be at least 1, got {value}")
+
+
+def poisson_arrivals(count: int, rate: float, rng: random.Random) -> list[float]:
+    """Arrival times in seconds, the first at 0; ``rate`` per second, ``inf`` sends everything at once."""
+    need(rate > 0, f"request-rate must be above 0 (inf sends everything at once), got {rate}")
+    if rate == float("inf"):
+        return [0.0] * count
+    times, now = [], 0.0
+    for _ in range(count):
+        times.append(now)
+        now += rng.expovariate(rate)
+    return times
+
+
+def single_turn_plan(
+    prompts: Sequence[list[int]], output_len: int, rate: float, concurrency: int, rng: random.Random
+) -> Plan:
+    """One conversation of one turn per prompt, in the given order, with Poisson arrivals."""
+    arrivals = poisson_arrivals(len(prompts), rate, rng)
+    conversations = [Conversation([Turn(ids, output_len)], at) for ids, at in zip(prompts, arrivals, strict=True)]
+    return Plan(conversations, concurrency)

@@ -14,6 +14,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 DISABLE_ENV = "SGLANG_REPLAYSSM_DISABLE"
+# Set by the launcher once it accepted the flag, inherited by the server's processes: they honour it or end.
+REQUIRED_ENV = "SGLANG_REPLAYSSM_REQUIRED"
 U_DTYPE_ENV = "SGLANG_REPLAYSSM_U_DTYPE"
 MAX_CAPACITY = 64
 FLAG = "--enable-linear-replayssm"
@@ -148,18 +150,18 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
 
     view = resolving_view(server_args)
+    os.environ.pop(REQUIRED_ENV, None)
     if not view.enable_linear_replayssm:
         previous(server_args)
         return
     model_config = model_config_of(server_args)
-    reasons = refusals(
-        view, list(model_config.hf_config.architectures), hybrid_gdn_config(model_config) is not None
-    )
+    reasons = refusals(view, list(model_config.hf_config.architectures), hybrid_gdn_config(model_config) is not None)
     if reasons:
         raise ValueError(" ".join(reasons))
     from sglang_replayssm.plugin import require_live_hooks
 
     require_live_hooks()
+    os.environ[REQUIRED_ENV] = "1"
     # The raw record keeps the user's True; what SGLang resolves is False, and its replay code stays asleep.
     declare_resolution(server_args, "sglang_replayssm", enable_linear_replayssm=False)
     previous(server_args)

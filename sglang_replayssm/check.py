@@ -59,9 +59,7 @@ def check_entry_point(report: Report) -> None:
     elif arguments.disabled_by_environment():
         report.add(NOTE, "entry point", f"found, but {arguments.DISABLE_ENV} switches the plugin off")
     elif (only := os.environ.get("SGLANG_PLUGINS")) and mine[0].name not in only.split(","):
-        report.add(
-            BAD, "entry point", f"SGLANG_PLUGINS={only} leaves the plugin out: add {mine[0].name!r} to it"
-        )
+        report.add(BAD, "entry point", f"SGLANG_PLUGINS={only} leaves the plugin out: add {mine[0].name!r} to it")
     else:
         report.add(OK, "entry point", f"{mine[0].name} = {mine[0].value}")
 
@@ -87,9 +85,7 @@ def check_kernels(report: Report) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        report.add(
-            NOTE, "kernels", "no GPU here; TRITON_INTERPRET=1 runs the self-test in Triton's interpreter"
-        )
+        report.add(NOTE, "kernels", "no GPU here; TRITON_INTERPRET=1 runs the self-test in Triton's interpreter")
         return
     from replayssm_kernels import selftest
 

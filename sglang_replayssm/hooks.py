@@ -35,7 +35,7 @@ def publish(original: Original, server_args: Any, *args: Any, **kwargs: Any) -> 
 
 
 def handle_max_mamba_cache(original: Original, configurator: Any, total_rest_memory: float) -> float:
-    """KVCacheConfigurator._handle_max_mamba_cache: take the ring out of the budget (GiB) before slots and KV share it."""
+    """KVCacheConfigurator._handle_max_mamba_cache: the ring leaves the budget (GiB) before slots and KV share it."""
     if not arguments.requested():
         return original(configurator, total_rest_memory)
     return original(configurator, total_rest_memory - memory_plan.reserve(configurator, total_rest_memory))
@@ -54,9 +54,7 @@ def build_hybrid_req_pool(original: Original, configurator: Any, **kwargs: Any) 
 # -- forward ----------------------------------------------------------------------------------------------------------
 
 
-def model_forward(
-    original: Original, runner: Any, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
-) -> Any:
+def model_forward(original: Original, runner: Any, forward_batch: ForwardBatch, *args: Any, **kwargs: Any) -> Any:
     """ModelRunner.forward: the one place that every real forward passes, on the forward stream."""
     ring = ring_of(runner.req_to_token_pool)
     if ring is not None and not runner.is_draft_worker:
@@ -132,7 +130,7 @@ def gdn_init_metadata(original: Original, backend: Any, forward_batch: ForwardBa
     original(backend, forward_batch)
     ring = _buffered(backend)
     if ring is not None and forward_batch.logical_forward_mode.is_decode():
-        _plan(ring, backend, forward_batch)
+        _plan(ring, backend, forward_batch, forward_batch.mamba_track_mask)
 
 
 def gdn_init_metadata_out_graph(
@@ -143,16 +141,19 @@ def gdn_init_metadata_out_graph(
     ring = _buffered(backend)
     if ring is None:
         return
+    size = forward_batch.batch_size
     if in_capture:
-        ring.disarm(forward_batch.batch_size)
-    elif forward_batch.forward_mode.is_decode_or_idle():
-        _plan(ring, backend, forward_batch)
+        ring.disarm(size)
+        # What SGLang passes before a replay has no track mask; the captured batch shows the static buffer of it.
+        ring.graph_track_masks[size] = forward_batch.mamba_track_mask
+    elif forward_batch.forward_mode.is_decode():
+        _plan(ring, backend, forward_batch, ring.graph_track_masks.get(size))
 
 
-def _plan(ring: RequestRing, backend: Any, batch: ForwardBatch) -> None:
+def _plan(ring: RequestRing, backend: Any, batch: ForwardBatch, mask: torch.Tensor | None) -> None:
     size = batch.batch_size
     metadata = backend.forward_metadata
-    mask, track = batch.mamba_track_mask, metadata.mamba_track_indices
+    track = metadata.mamba_track_indices
     tracks = mask is not None and track is not None
     ring.plan_decode(
         batch.req_pool_indices[:size],
@@ -183,7 +184,7 @@ def gdn_track_decode(
     cache_indices: torch.Tensor,
     layer_id: int | None = None,
 ) -> None:
-    """GDNAttnBackend._track_mamba_state_decode: the slot's state lags, so the snapshot is materialised instead of copied.
+    """GDNAttnBackend._track_mamba_state_decode: the slot lags, so its state is materialised instead of copied.
 
     SGLang's own kernel still copies the conv window, which stands at this step's token; it wants two pools, and
     copying the same window twice costs less than a copy of the state that would be overwritten.

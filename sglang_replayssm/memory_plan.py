@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from replayssm_kernels.ring import RingShape
 
+from replayssm_kernels.ring import RingShape
 from sglang_replayssm import arguments
 
 GIB = 1 << 30
@@ -68,9 +68,7 @@ def reserve(configurator: Any, total_rest_memory: float) -> float:
     slot = configurator.mambaish_config.mamba2_cache_params.mamba_cache_per_req
     ratio = configurator._calculate_mamba_ratio()
     schedule = get_schedule()
-    most = min(
-        _MOST_REQUESTS, max(1, (schedule.max_running_requests or _MOST_REQUESTS) // configurator.attn_dp_size)
-    )
+    most = min(_MOST_REQUESTS, max(1, (schedule.max_running_requests or _MOST_REQUESTS) // configurator.attn_dp_size))
     share = schedule.mamba_full_memory_ratio / (1 + schedule.mamba_full_memory_ratio)
 
     def requests_that_fit(rows: int) -> int:

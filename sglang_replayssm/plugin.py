@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from sglang_replayssm import __version__, arguments, seams
 
@@ -13,26 +14,36 @@ def register() -> None:
     """Check the hook table and register everything, or register nothing and say why.
 
     Runs in every process of a server, before its arguments are known; each hook is a pass-through without the flag.
+
+    Raises:
+        SystemExit: the launcher accepted the flag but this process of the server can not honour it. SGLang swallows
+            an Exception here, and the server would run without buffered decode and without a word.
     """
     if arguments.disabled_by_environment():
         logger.info("sglang-replayssm is switched off by %s.", arguments.DISABLE_ENV)
         return
-    version = seams.sglang_version()
     try:
-        differences = seams.differences()
+        problem = _register()
     except Exception as error:
-        differences = [f"the hook table could not be checked: {error!r}"]
-    if differences:
-        logger.error(
-            "sglang-replayssm %s does not fit SGLang %s and stays off; %s now behaves as in plain SGLang. Differences: "
-            "%s. Fix: install sglang==%s, or a newer sglang-replayssm.",
-            __version__,
-            version,
-            arguments.FLAG,
-            "; ".join(differences),
-            seams.TESTED_SGLANG[0],
-        )
+        logger.exception("sglang-replayssm could not be loaded")
+        problem = f"it could not be loaded ({error!r})"
+    if problem is None:
         return
+    message = f"sglang-replayssm {__version__} stays off: {problem}"
+    if os.environ.get(arguments.REQUIRED_ENV):
+        raise SystemExit(f"{message} The launch is given up, because {arguments.FLAG} asks for it.")
+    logger.error("%s %s now behaves as in plain SGLang.", message, arguments.FLAG)
+
+
+def _register() -> str | None:
+    """Register resolution hook and hooks; or nothing, and return what is wrong as a sentence."""
+    version = seams.sglang_version()
+    differences = seams.differences()
+    if differences:
+        return (
+            f"it does not fit SGLang {version}. Differences: {'; '.join(differences)}. "
+            f"Fix: install sglang=={seams.TESTED_SGLANG[0]}, or a newer sglang-replayssm."
+        )
     if version not in seams.TESTED_SGLANG:
         logger.warning(
             "sglang-replayssm %s is tested with SGLang %s; this is %s. Every hook matches, so it goes on.",
@@ -48,6 +59,7 @@ def register() -> None:
     for target, hook in HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
     register_resolution_hook("handle_linear_attn_backend")(arguments.resolve)
+    return None
 
 
 def require_live_hooks() -> None:
@@ -58,5 +70,6 @@ def require_live_hooks() -> None:
     if missing:
         raise RuntimeError(
             f"{arguments.FLAG}: SGLang did not apply the hook(s) of sglang-replayssm on {', '.join(missing)}. Another "
-            "plugin may replace these classes: exclude it with SGLANG_PLUGINS, run sglang-replayssm-check, or drop the flag."
+            "plugin may replace these classes: exclude it with SGLANG_PLUGINS, run sglang-replayssm-check, or drop "
+            "the flag."
         )

@@ -18,6 +18,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from replayssm_kernels.cursors import StepPlan, mark_fresh, plan_forced_fold, plan_step
 from replayssm_kernels.decode import decode
 from replayssm_kernels.materialise import materialise
@@ -73,6 +74,7 @@ class RequestRing:
         self.conv: torch.Tensor = cache.conv[0]
         self.layer_index: dict[int, int] = dict(pool.mamba_map)
         self.last_layer_id = max(self.layer_index, key=self.layer_index.__getitem__)
+        self.graph_track_masks: dict[int, torch.Tensor | None] = {}  # by captured batch size; see hooks.py
         self._device = torch.device(device)
         self._pinned = self._device.type == "cuda"
         self._generation = pool.req_generation.clone()
@@ -153,9 +155,7 @@ class RequestRing:
         """One layer's buffered decode: output [B, HV, V] in mixed_qkv's dtype; appends one record per row."""
         index = self.layer_index[layer_id]
         pending = self.plan.pending[: mixed_qkv.shape[0]]
-        return decode(
-            mixed_qkv, a, b, A_log, dt_bias, self.state[index], self.ring, index, slots, rows, pending, scale
-        )
+        return decode(mixed_qkv, a, b, A_log, dt_bias, self.state[index], self.ring, index, slots, rows, pending, scale)
 
     def snapshot(self) -> None:
         """After the last layer: the states that track boundaries of this step asked for, into their track slots."""

@@ -11,6 +11,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("replayssm_cpu_host") is not None:
+        from replayssm_cpu_host import interpreter
+
+        interpreter.install()  # bf16, and launches that do not copy every tensor twice
 
 if importlib.util.find_spec("replayssm_kernels") is None:  # a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))

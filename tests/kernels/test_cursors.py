@@ -1,0 +1,211 @@
+"""The cursor kernels against a model in plain Python, list for list."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from replayssm_kernels import (
+    FAULT,
+    FRESH,
+    INERT,
+    PAD,
+    Ring,
+    StepPlan,
+    WorkList,
+    mark_fresh,
+    plan_forced_fold,
+    plan_step,
+    set_checkpoint,
+)
+from tests.kernels.machine import DEVICE, make_shape
+
+ROWS = 5000
+
+
+@dataclass
+class Model:
+    """What the cursors must do, one entry at a time."""
+
+    capacity: int
+    checkpoint: list[int]
+    faults: int = 0
+    pending: list[int] = field(default_factory=list)
+    fold: list[tuple[int, int, int, int]] = field(default_factory=list)
+    snapshot: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+    def count(self, row: int, n: int) -> int | None:
+        """Records pending at n tokens, None where that is impossible."""
+        if not 0 < row < len(self.checkpoint):
+            return None
+        if self.checkpoint[row] == FRESH:
+            self.checkpoint[row] = n
+        count = n - self.checkpoint[row]
+        return count if 0 <= count <= self.capacity else None
+
+    def is_padding(self, row: int, slot: int) -> bool:
+        inert = 0 < row < len(self.checkpoint) and self.checkpoint[row] == INERT
+        return slot < 0 or row == 0 or inert
+
+    def step(self, rows, lens, slots, tracks) -> None:
+        self.pending, self.fold, self.snapshot = [], [], []
+        for row, length, slot, track in zip(rows, lens, slots, tracks, strict=True):
+            if self.is_padding(row, slot):
+                self.pending.append(PAD)
+                continue
+            count = self.count(row, length - 1)
+            if count is None or track == slot:
+                self.faults += 1
+                self.pending.append(FAULT)
+                if track >= 0 and track != slot:
+                    self.snapshot.append((row, slot, track, FAULT))
+                continue
+            if count == self.capacity:
+                self.fold.append((row, slot, slot, count))
+                self.checkpoint[row], count = length - 1, 0
+            self.pending.append(count)
+            if track >= 0:
+                self.snapshot.append((row, slot, track, count + 1))
+
+    def forced(self, rows, lens, slots, new_lens) -> None:
+        self.fold = []
+        for row, n, slot, new in zip(rows, lens, slots, new_lens, strict=True):
+            if self.is_padding(row, slot):
+                continue
+            count = self.count(row, n)
+            if count is None:
+                self.faults += 1
+                continue
+            if count:
+                self.fold.append((row, slot, slot, count))
+            self.checkpoint[row] = new
+
+
+def make(capacity: int, seed: int) -> tuple[random.Random, Model, Ring]:
+    """A ring whose rows stand anywhere, with FRESH and INERT ones among them, and its model."""
+    rng = random.Random(seed)
+    ring = Ring.allocate(make_shape(rows=ROWS, capacity=capacity, v_heads=1), DEVICE)
+    values = [INERT] + [rng.choice([FRESH, INERT, rng.randrange(1000), rng.randrange(1000)]) for _ in range(ROWS - 1)]
+    ring.checkpoint.copy_(torch.tensor(values, dtype=torch.int32))
+    return rng, Model(capacity, values), ring
+
+
+def draw_batch(rng: random.Random, model: Model, size: int) -> tuple[list[int], list[int], list[int]]:
+    """Distinct rows (some padded, some out of range), lengths around the allowed window, slots."""
+    rows = rng.sample(range(1, ROWS), size)
+    lens, slots = [], []
+    for i, row in enumerate(rows):
+        lens.append(max(1, model.checkpoint[row] + 1 + rng.randint(-1, model.capacity + 1)))
+        slots.append(rng.choice([-1, i, i, i, i, i]))
+        kind = rng.random()
+        if kind < 0.1:
+            rows[i] = 0
+        elif kind < 0.13:
+            rows[i] = rng.choice([ROWS, ROWS + 7, -3])
+    return rows, lens, slots
+
+
+def tensor(values: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 1024, 1025, 4096])
+@pytest.mark.parametrize("capacity", [1, 3, 16])
+def test_plan_step_against_the_model(size: int, capacity: int) -> None:
+    """Pending counts, both lists, moved checkpoints and faults; batches beyond one block of the kernel too."""
+    rng, model, ring = make(capacity, seed=size * 100 + capacity)
+    plan = StepPlan.allocate(size, DEVICE)
+    for turn in range(3):
+        rows, lens, slots = draw_batch(rng, model, size)
+        tracks = [rng.choice([-1, -1, 5000 + i, slots[i]]) for i in range(size)] if turn else [-1] * size
+        wide, narrow = (torch.int64, torch.int32) if turn % 2 else (torch.int32, torch.int64)
+        mask = track_slots = None
+        if turn:
+            # An entry that is not masked must be ignored whatever its track slot says.
+            mask = torch.tensor([t >= 0 or rng.random() < 0.5 for t in tracks], device=DEVICE)
+            track_slots = tensor([t if m else 9 for t, m in zip(tracks, mask.tolist(), strict=True)], wide)
+        plan_step(ring, plan, tensor(rows, wide), tensor(lens, narrow), tensor(slots, narrow), mask, track_slots)
+        model.step(rows, lens, slots, tracks)
+        assert plan.pending.tolist() == model.pending
+        assert plan.fold.to_host() == model.fold
+        assert plan.snapshot.to_host() == model.snapshot
+        assert ring.checkpoint.tolist() == model.checkpoint
+        assert int(ring.faults) == model.faults
+    assert model.faults > 0 or size < 64, "the drawn batches must contain faults"
+
+
+@pytest.mark.parametrize("size", [1, 5, 1500])
+def test_forced_fold_against_the_model(size: int) -> None:
+    rng, model, ring = make(capacity=7, seed=size)
+    worklist = WorkList.allocate(size, DEVICE)
+    for _ in range(3):
+        rows, lens, slots = draw_batch(rng, model, size)
+        new_lens = [n + rng.choice([0, 0, 11]) for n in lens]
+        plan_forced_fold(
+            ring,
+            worklist,
+            tensor(rows, torch.int64),
+            tensor(lens, torch.int32),
+            tensor(slots, torch.int64),
+            tensor(new_lens, torch.int64),
+        )
+        model.forced(rows, lens, slots, new_lens)
+        assert worklist.to_host() == model.fold
+        assert ring.checkpoint.tolist() == model.checkpoint
+        assert int(ring.faults) == model.faults
+
+
+def test_a_smaller_batch_leaves_the_rest_of_the_buffers_alone() -> None:
+    """Static buffers are larger than most batches: entries beyond the batch keep what they had."""
+    _, _, ring = make(capacity=4, seed=0)
+    ring.checkpoint[3] = 10
+    plan = StepPlan.allocate(8, DEVICE)
+    plan.pending.fill_(77)
+    plan_step(ring, plan, tensor([3], torch.int64), tensor([12], torch.int64), tensor([1], torch.int64))
+    assert plan.pending.tolist() == [1] + [77] * 7
+
+
+def test_disarm_makes_padding() -> None:
+    _, _, ring = make(capacity=1, seed=0)
+    ring.checkpoint[3] = 10
+    plan = StepPlan.allocate(4, DEVICE)
+    mask = torch.tensor([True], device=DEVICE)
+    args = tensor([3], torch.int64), tensor([12], torch.int64), tensor([1], torch.int64)
+    plan_step(ring, plan, *args, mask, tensor([2], torch.int64))
+    assert plan.fold.to_host() and plan.snapshot.to_host()
+    plan.disarm(1)
+    assert plan.pending[0] == PAD and plan.fold.to_host() == plan.snapshot.to_host() == []
+
+
+def test_set_checkpoint_and_mark_fresh() -> None:
+    ring = Ring.allocate(make_shape(rows=6), DEVICE)
+    assert ring.checkpoint.tolist() == [INERT] * 6
+    set_checkpoint(ring, tensor([4, 0, 2], torch.int64), tensor([7, 9, 0], torch.int32))
+    assert ring.checkpoint.tolist() == [INERT, INERT, 0, INERT, 7, INERT]
+    mark_fresh(ring, tensor([4, 5, 0], torch.int64))
+    assert ring.checkpoint.tolist() == [INERT, INERT, 0, INERT, FRESH, FRESH]
+    assert ring.faults == 0
+    set_checkpoint(ring, tensor([6, -1, 2], torch.int64), tensor([7, 9, -1], torch.int64))
+    assert ring.checkpoint.tolist() == [INERT, INERT, 0, INERT, FRESH, FRESH]
+    assert ring.faults == 3
+
+
+def test_wrong_arguments_are_refused() -> None:
+    ring = Ring.allocate(make_shape(), DEVICE)
+    plan = StepPlan.allocate(2, DEVICE)
+    two, three = tensor([1, 2], torch.int64), tensor([1, 2, 3], torch.int64)
+    mask = torch.tensor([True, False], device=DEVICE)
+    for call in (
+        lambda: plan_step(ring, plan, three, three, three),
+        lambda: plan_step(ring, plan, two, three, two),
+        lambda: plan_step(ring, plan, two.float(), two, two),
+        lambda: plan_step(ring, plan, two, two, two, mask),
+        lambda: plan_step(ring, plan, two, two, two, two, two),
+        lambda: plan_forced_fold(ring, plan.fold, three, three, three, three),
+        lambda: set_checkpoint(ring, two, three),
+    ):
+        with pytest.raises(ValueError):
+            call()

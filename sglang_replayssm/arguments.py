@@ -35,6 +35,7 @@ _REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("speculative_algorithm", bool, "speculative decoding", "drop --speculative-algorithm"),
     ("enable_hierarchical_cache", bool, "the hierarchical cache", "drop --enable-hierarchical-cache"),
     ("enable_lmcache", bool, "LMCache", "drop --enable-lmcache"),
+    ("enable_flexkv", bool, "FlexKV", "drop --enable-flexkv"),
     (
         "enable_unified_cache_external_linker",
         bool,
@@ -43,16 +44,23 @@ _REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ),
     ("radix_cache_backend", bool, "another radix-cache backend", "drop --radix-cache-backend"),
     ("disaggregation_mode", lambda v: v != "null", "PD disaggregation", "drop --disaggregation-mode"),
+    ("enable_pd_role_switch", bool, "PD role switching", "drop --enable-pd-role-switch"),
     ("enable_streaming_session", bool, "streaming sessions", "drop --enable-streaming-session"),
     ("enable_session_radix_cache", bool, "the session radix cache", "drop --enable-session-radix-cache"),
     ("enable_unified_memory", bool, "unified memory", "drop --enable-unified-memory"),
     ("enable_page_major_kv_layout", bool, "the page-major layout", "drop --enable-page-major-kv-layout"),
     ("enable_int8_mamba_checkpoint", bool, "int8 state checkpoints", "drop --enable-int8-mamba-checkpoint"),
-    ("enable_mamba_cache_stochastic_rounding", bool, "stochastic rounding of the state", "drop the flag"),
+    (
+        "enable_mamba_cache_stochastic_rounding",
+        bool,
+        "stochastic rounding of the state",
+        "drop --enable-mamba-cache-stochastic-rounding",
+    ),
     ("pp_size", lambda v: v > 1, "pipeline parallelism", "use --pp-size 1"),
     ("tp_size", lambda v: v > 1, "tensor parallelism", "use --tp-size 1"),
     ("dp_size", lambda v: v > 1, "data parallelism", "use --dp-size 1"),
-    ("enable_dp_attention", bool, "DP attention", "drop --enable-dp-attention"),
+    # --enable-dp-attention is resolved into this width
+    ("attn_dp_size", lambda v: v > 1, "DP attention", "use --attn-dp-size 1"),
     ("dcp_size", lambda v: v > 1, "decode context parallelism", "use --dcp-size 1"),
     ("attn_cp_size", lambda v: v > 1, "context parallelism", "use --attn-cp-size 1"),
     ("enable_two_batch_overlap", bool, "two-batch overlap", "drop --enable-two-batch-overlap"),
@@ -62,6 +70,7 @@ _REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("dllm_algorithm", bool, "diffusion language models", "drop --dllm-algorithm"),
     ("enable_torch_compile", bool, "torch.compile", "drop --enable-torch-compile"),
     ("enable_memory_saver", bool, "the memory saver", "drop --enable-memory-saver"),
+    ("enable_nvidia_megakernel", bool, "NVIDIA megakernels", "drop --enable-nvidia-megakernel"),
     (
         "enable_deterministic_inference",
         bool,
@@ -162,6 +171,9 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     require_live_hooks()
     os.environ[REQUIRED_ENV] = "1"
-    # The raw record keeps the user's True; what SGLang resolves is False, and its replay code stays asleep.
-    declare_resolution(server_args, "sglang_replayssm", enable_linear_replayssm=False)
+    # The raw record keeps the user's True; what SGLang resolves is False, and its replay code stays asleep. Without
+    # a decode backend, SGLang's own step picks FlashInfer's on Blackwell, whose place our kernel does not take.
+    declare_resolution(
+        server_args, "sglang_replayssm", enable_linear_replayssm=False, linear_attn_decode_backend="triton"
+    )
     previous(server_args)

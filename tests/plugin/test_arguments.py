@@ -1,0 +1,337 @@
+"""Launch arguments through SGLang's own resolution: what is accepted, what is refused, and with which sentence."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_replayssm import arguments
+from sglang_replayssm.arguments import FLAG
+from tests.plugin import launch
+
+# field of the refusal table -> a command line that reaches it, and what the sentence must tell the user to change
+REFUSED = {
+    "enable_linear_replayssm_spec": ("--enable-linear-replayssm-spec", "drop --enable-linear-replayssm-spec"),
+    "speculative_algorithm": ("--speculative-algorithm NEXTN", "drop --speculative-algorithm"),
+    "enable_hierarchical_cache": ("--enable-hierarchical-cache", "drop --enable-hierarchical-cache"),
+    "enable_lmcache": ("--enable-lmcache", "drop --enable-lmcache"),
+    "enable_flexkv": ("--enable-flexkv", "drop --enable-flexkv"),
+    "enable_unified_cache_external_linker": (
+        "--enable-unified-cache-external-linker",
+        "drop --enable-unified-cache-external-linker",
+    ),
+    "radix_cache_backend": ("--radix-cache-backend flexkv", "drop --radix-cache-backend"),
+    "disaggregation_mode": ("--disaggregation-mode prefill", "drop --disaggregation-mode"),
+    "enable_pd_role_switch": ("--enable-pd-role-switch", "drop --enable-pd-role-switch"),
+    "enable_streaming_session": ("--enable-streaming-session", "drop --enable-streaming-session"),
+    "enable_session_radix_cache": ("--enable-session-radix-cache", "drop --enable-session-radix-cache"),
+    "enable_unified_memory": ("--enable-unified-memory", "drop --enable-unified-memory"),
+    "enable_page_major_kv_layout": ("--enable-page-major-kv-layout", "drop --enable-page-major-kv-layout"),
+    "enable_int8_mamba_checkpoint": ("--enable-int8-mamba-checkpoint", "drop --enable-int8-mamba-checkpoint"),
+    "enable_mamba_cache_stochastic_rounding": (
+        "--enable-mamba-cache-stochastic-rounding --mamba-ssm-dtype float16",
+        "drop --enable-mamba-cache-stochastic-rounding",
+    ),
+    "pp_size": ("--pp-size 2", "use --pp-size 1"),
+    "tp_size": ("--tp-size 2", "use --tp-size 1"),
+    "dp_size": ("--dp-size 2", "use --dp-size 1"),
+    "attn_dp_size": ("--attn-dp-size 2 --tp-size 2", "use --attn-dp-size 1"),
+    "dcp_size": ("--dcp-size 2 --tp-size 2", "use --dcp-size 1"),
+    "attn_cp_size": ("--attn-cp-size 2 --tp-size 2", "use --attn-cp-size 1"),
+    "enable_two_batch_overlap": ("--enable-two-batch-overlap", "drop --enable-two-batch-overlap"),
+    "enable_pdmux": ("--enable-pdmux", "drop --enable-pdmux"),
+    "enable_mis": ("--enable-mis", "drop --enable-mis"),
+    "use_ray": ("--use-ray", "drop --use-ray"),
+    "dllm_algorithm": ("--dllm-algorithm LowConfidence", "drop --dllm-algorithm"),
+    "enable_torch_compile": ("--enable-torch-compile", "drop --enable-torch-compile"),
+    "enable_memory_saver": ("--enable-memory-saver", "drop --enable-memory-saver"),
+    "enable_nvidia_megakernel": ("--enable-nvidia-megakernel", "drop --enable-nvidia-megakernel"),
+    "enable_deterministic_inference": (
+        "--enable-deterministic-inference --attention-backend triton",
+        "drop --enable-deterministic-inference",
+    ),
+}
+# Other ways to the same settings.
+ALSO_REFUSED = {
+    "deprecated DP attention flag": ("--enable-dp-attention --tp-size 2 --dp-size 2", "use --attn-dp-size 1"),
+    "decode side of PD": ("--disaggregation-mode decode", "drop --disaggregation-mode"),
+    "n-gram speculation": ("--speculative-algorithm NGRAM", "drop --speculative-algorithm"),
+    "on-policy training": (
+        "--rl-on-policy-target fsdp --attention-backend triton",
+        "drop --enable-deterministic-inference",
+    ),
+    "cutedsl decode": ("--linear-attn-decode-backend cutedsl", "Use --linear-attn-decode-backend triton"),
+    "flashinfer everywhere": ("--linear-attn-backend flashinfer", "Use --linear-attn-decode-backend triton"),
+    "capacity 0": ("--linear-replayssm-cache-len 0", "--linear-replayssm-cache-len must be 1 to 64, got 0"),
+    "capacity 65": ("--linear-replayssm-cache-len 65", "--linear-replayssm-cache-len must be 1 to 64, got 65"),
+    "capacity -3": ("--linear-replayssm-cache-len -3", "--linear-replayssm-cache-len must be 1 to 64, got -3"),
+    "another device": ("--device xpu", "needs an NVIDIA GPU"),
+}
+BLACKWELL = SimpleNamespace(is_sm100=True, is_cuda=True, has_flashinfer=False)
+ACCEPTED = (
+    "",
+    "--linear-replayssm-cache-len 1",
+    "--linear-replayssm-cache-len 64",
+    "--mamba-radix-cache-strategy no_buffer --disable-overlap-schedule",
+    "--mamba-radix-cache-strategy extra_buffer",
+    "--mamba-radix-cache-strategy extra_buffer_lazy",
+    "--disable-radix-cache",
+    "--disable-overlap-schedule",
+    "--enable-mixed-chunk --chunked-prefill-size 128 --page-size 64",
+    "--linear-attn-decode-backend triton",
+    "--linear-attn-backend flashinfer --linear-attn-decode-backend triton",
+    "--mamba-ssm-dtype bfloat16",
+)
+
+
+def test_every_row_of_the_refusal_table_has_a_case() -> None:
+    assert {field for field, *_ in arguments._REFUSALS} == set(REFUSED)
+
+
+@pytest.mark.parametrize("argv,change", [*REFUSED.values(), *ALSO_REFUSED.values()], ids=[*REFUSED, *ALSO_REFUSED])
+def test_refused_with_what_to_change(argv: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unproven configuration ends the launch in a sentence that names the flag and the way out."""
+    # SGLang itself refuses stochastic rounding anywhere but on Blackwell
+    monkeypatch.setattr("sglang.srt.arg_groups.mamba_hook.get_platform", lambda: BLACKWELL)
+    with pytest.raises(ValueError) as error:
+        launch.resolve(FLAG, *argv.split())
+    message = str(error.value)
+    assert change in message
+    assert message.startswith("--") and message.endswith(".")
+    assert arguments.REQUIRED_ENV not in arguments.os.environ
+
+
+def test_all_reasons_come_at_once() -> None:
+    with pytest.raises(ValueError) as error:
+        launch.resolve(FLAG, "--enable-pdmux", "--pp-size", "2", "--linear-replayssm-cache-len", "99")
+    for part in ("--enable-pdmux", "--pp-size 1", "got 99"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("argv", ACCEPTED)
+def test_accepted_puts_the_in_tree_code_to_sleep(argv: str) -> None:
+    """The resolved in-tree flag is False, the raw record keeps the wish, and the server's processes inherit it."""
+    server_args = launch.resolve(FLAG, *argv.split())
+    assert launch.resolved(server_args, "enable_linear_replayssm") is False
+    assert server_args.enable_linear_replayssm is True
+    assert arguments.os.environ[arguments.REQUIRED_ENV] == "1"
+    words = argv.split()
+    if "--linear-replayssm-cache-len" in words:
+        assert server_args.linear_replayssm_cache_len == int(words[-1])
+
+
+@pytest.mark.parametrize("model", ["qwen3-next", "qwen3.5"])
+def test_supported_models(model: str) -> None:
+    assert launch.resolved(launch.resolve(FLAG, model=model), "enable_linear_replayssm") is False
+
+
+def test_published_views_in_a_child_process() -> None:
+    """A scheduler gets the pickled record and resolves nothing again: it reads the wish from the raw record."""
+    assert not arguments.requested()  # nothing published yet
+    child = pickle.loads(pickle.dumps(launch.resolve(FLAG)))
+    launch.publish(child)
+    from sglang.srt.runtime_context import get_exec
+
+    assert arguments.requested()
+    assert get_exec().mamba.enable_linear_replayssm is False
+
+
+def test_flag_off_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the flag the whole resolved record equals that of a SGLang without the plugin."""
+    from sglang.srt.arg_groups import resolution_hooks
+
+    argv = ("--random-seed", "7", "--port", "30123")
+    with_plugin = launch.resolve(*argv)
+    assert arguments.REQUIRED_ENV not in arguments.os.environ
+    monkeypatch.setattr(resolution_hooks, "_HOOKS", {})
+    plain = launch.resolve(*argv)
+    assert with_plugin.resolved_dict() == plain.resolved_dict()
+    launch.publish(with_plugin)
+    assert not arguments.requested()
+
+
+def test_without_the_plugin_the_flag_behaves_as_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.arg_groups import resolution_hooks
+
+    monkeypatch.setattr(resolution_hooks, "_HOOKS", {})
+    with pytest.raises(ValueError, match="requires --mamba-radix-cache-strategy no_buffer"):
+        launch.resolve(FLAG)
+    plain = launch.resolve(FLAG, "--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
+    assert launch.resolved(plain, "enable_linear_replayssm") is True
+
+
+@pytest.mark.parametrize("flag", [(), (FLAG,)], ids=["off", "on"])
+def test_the_previous_step_runs_once_and_sees_the_flag_off(flag: tuple[str, ...]) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    server_args = launch.resolve(*flag)  # every step before ours has run; ours runs again below
+    server_args._resolved_overrides = [
+        entry for entry in server_args._resolved_overrides if entry[0] != "sglang_replayssm"
+    ]
+    seen = []
+    arguments.resolve(server_args, lambda args: seen.append(resolving_view(args).enable_linear_replayssm))
+    assert seen == [False]
+
+
+def test_a_launch_without_the_flag_takes_the_demand_back() -> None:
+    """REQUIRED_ENV of an earlier launch in the same process does not outlive it, refused launches included."""
+    launch.resolve(FLAG)
+    assert arguments.REQUIRED_ENV in arguments.os.environ
+    launch.resolve()
+    assert arguments.REQUIRED_ENV not in arguments.os.environ
+    launch.resolve(FLAG)
+    with pytest.raises(ValueError):
+        launch.resolve(FLAG, "--pp-size", "2")
+    assert arguments.REQUIRED_ENV not in arguments.os.environ
+
+
+def test_dead_hooks_end_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang only logs a hook that it could not apply; with the flag on that must not pass."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    monkeypatch.setattr(ModelRunner, "forward", ModelRunner.forward.__wrapped__)
+    with pytest.raises(RuntimeError, match=r"did not apply .*ModelRunner\.forward"):
+        launch.resolve(FLAG)
+    assert arguments.REQUIRED_ENV not in arguments.os.environ
+    launch.resolve()  # and without the flag nobody cares
+
+
+def test_publish_checks_the_hooks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler resolves nothing: there, publication is what finds a dead hook."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    on, off = launch.resolve(FLAG), launch.resolve()
+    monkeypatch.setattr(ModelRunner, "forward", ModelRunner.forward.__wrapped__)
+    with pytest.raises(RuntimeError, match=r"did not apply .*ModelRunner\.forward"):
+        launch.publish(on)
+    launch.publish(off)
+
+
+def test_our_kernel_keeps_the_triton_place_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's default there is FlashInfer decode for a bf16 state, chosen in the very step that we wrap."""
+    from sglang.srt.arg_groups import attention_hook
+
+    monkeypatch.setattr(attention_hook, "get_platform", lambda: SimpleNamespace(is_sm100=True, is_cuda=False))
+    bf16 = ("--mamba-ssm-dtype", "bfloat16")
+    assert launch.resolved(launch.resolve(*bf16), "linear_attn_decode_backend") == "flashinfer"
+    assert launch.resolved(launch.resolve(FLAG, *bf16), "linear_attn_decode_backend") == "triton"
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+_COMMON: dict[str, Any] = dict(
+    vocab_size=320,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=16,
+    intermediate_size=128,
+    hidden_act="silu",
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-5,
+    dtype="float16",
+    bos_token_id=0,
+    eos_token_id=0,
+)
+OTHER_MODELS: dict[str, dict[str, Any]] = {
+    "KimiLinearForCausalLM": dict(
+        _COMMON,
+        model_type="kimi_linear",
+        model_max_length=8192,
+        kv_lora_rank=256,
+        q_lora_rank=None,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=32,
+        v_head_dim=16,
+        mla_use_nope=True,
+        linear_attn_config=dict(
+            full_attn_layers=[2], kda_layers=[1], head_dim=16, num_heads=2, short_conv_kernel_size=4
+        ),
+        num_experts=None,
+        first_k_dense_replace=2,
+    ),
+    "NemotronHForCausalLM": dict(
+        _COMMON,
+        model_type="nemotron_h",
+        hybrid_override_pattern="M*",
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=1,
+        conv_kernel=4,
+        chunk_size=64,
+    ),
+    "LlamaForCausalLM": dict(_COMMON, model_type="llama"),
+}
+
+
+@pytest.mark.parametrize("architecture", OTHER_MODELS)
+def test_models_without_gdn_are_refused(architecture: str, tmp_path: Path) -> None:
+    """KDA, Mamba-2 and models without linear attention: the sentence lists what is supported."""
+    folder = launch.config_folder(tmp_path / "m", architectures=[architecture], **OTHER_MODELS[architecture])
+    with pytest.raises(ValueError) as error:
+        launch.resolve(FLAG, "--attention-backend", "triton", "--skip-tokenizer-init", model=folder)
+    assert f"this model is {architecture}. Drop the flag." in str(error.value)
+    assert "Qwen3NextForCausalLM" in str(error.value)
+
+
+# -- the device, the records' dtype and the kill switch ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "device,interpreted,refused",
+    [
+        ("cuda", False, None),
+        (None, False, None),
+        ("cpu", True, None),
+        ("cpu", False, "--device cpu"),
+        ("npu", True, "--device npu"),
+        ("xpu", False, "--device xpu"),
+    ],
+)
+def test_devices(device: str | None, interpreted: bool, refused: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", str(int(interpreted)))
+    found = arguments._device_refusals(device)
+    assert len(found) == (refused is not None)
+    assert all(refused in sentence for sentence in found if refused)
+
+
+def test_amd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    (sentence,) = arguments._device_refusals("cuda")
+    assert "this is an AMD GPU" in sentence
+
+
+@pytest.mark.parametrize("value,on", [("", False), ("0", False), ("false", False), ("False", False), ("1", True)])
+def test_kill_switch_values(value: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(arguments.DISABLE_ENV, value)
+    assert arguments.disabled_by_environment() is on
+
+
+def test_u_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 unless asked otherwise; a typo is refused at launch, not taken for the default."""
+    monkeypatch.delenv(arguments.U_DTYPE_ENV, raising=False)
+    assert arguments.u_dtype_name() == "float32"
+    monkeypatch.setenv(arguments.U_DTYPE_ENV, "bfloat16")
+    assert arguments.u_dtype_name() == "bfloat16"
+    monkeypatch.setenv(arguments.U_DTYPE_ENV, "float16")
+    with pytest.raises(ValueError, match="set it to float32"):
+        launch.resolve(FLAG)
+
+
+def test_refusals_of_a_supported_view_are_empty() -> None:
+    """`refusals` reads a field for every row: a field that SGLang renamed would raise here."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(launch.resolve())
+    reasons: Callable[..., list[str]] = arguments.refusals
+    assert reasons(view, ["Qwen3NextForCausalLM"], True) == []
+    assert len(reasons(view, ["Qwen3NextForCausalLM"], False)) == 1
+    assert len(reasons(view, ["SomeOtherForCausalLM"], True)) == 1

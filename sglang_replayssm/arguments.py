@@ -79,6 +79,13 @@ _REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ),
 )
 
+# Server arguments that this package reads, here and in memory_plan.py.
+FIELDS = (
+    *("enable_linear_replayssm", "linear_replayssm_cache_len", "linear_attn_backend", "linear_attn_decode_backend"),
+    *("device", "max_running_requests", "max_mamba_cache_size", "mamba_full_memory_ratio", "disable_radix_cache"),
+    *(field for field, *_ in _REFUSALS),
+)
+
 
 def disabled_by_environment() -> bool:
     """Whether the kill switch is set: SGLang then behaves as if this package were not installed."""

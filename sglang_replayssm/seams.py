@@ -8,11 +8,15 @@ anything when it is not empty, so that a SGLang of another shape runs as if this
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import inspect
 import pkgutil
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
+
+from sglang_replayssm import arguments
 
 TESTED_SGLANG = ("0.5.23",)
 
@@ -41,7 +45,11 @@ class Seam:
 
 
 SEAMS: tuple[Seam, ...] = (
+    # Registration
+    Seam(_S + "plugins.hook_registry.HookRegistry.register", "call", ("target", "hook", "hook_type", "source")),
+    Seam(_S + "plugins.hook_registry.HookType", "read", fields=("AROUND",)),
     # Arguments
+    Seam(_S + "server_args.ServerArgs", "read", fields=arguments.FIELDS),
     Seam(_S + "arg_groups.resolution_hooks.register_resolution_hook", "call", ("name",)),
     Seam(_S + "arg_groups.overrides.resolving_view", "call", ("server_args",)),
     Seam(_S + "arg_groups.overrides.model_config_of", "call", ("server_args",)),
@@ -64,11 +72,22 @@ SEAMS: tuple[Seam, ...] = (
         "read",
         fields=("mambaish_config", "model_config", "attn_dp_size", "device"),
     ),
+    Seam(
+        _S + "configs.mamba_utils.BaseLinearStateParams",
+        "read",
+        fields=("layers", "mamba_cache_per_req"),
+    ),
+    Seam(_S + "configs.mamba_utils.Mamba2StateShape", "read", fields=("temporal", "num_k_heads_per_tp")),
     Seam(_POOL + "ReqToTokenPool", "read", fields=("req_generation", "req_to_token", "size")),
     Seam(_POOL + "HybridReqToTokenPool.get_mamba_indices", "call", ("self", "req_indices")),
     Seam(_POOL + "HybridReqToTokenPool._init_mamba_pool", "read", fields=("mamba_pool", "mamba_map")),
     Seam(_POOL + "MambaPool.State", "read", fields=("conv", "temporal")),
     # Forward
+    Seam(
+        _S + "model_executor.model_runner.ModelRunner",
+        "read",
+        fields=("req_to_token_pool", "is_draft_worker"),
+    ),
     Seam(
         _S + "model_executor.model_runner.ModelRunner.forward",
         "override",
@@ -87,6 +106,17 @@ SEAMS: tuple[Seam, ...] = (
             "extend_prefix_lens",
             "mamba_track_mask",
         ),
+    ),
+    Seam(
+        _S + "model_executor.forward_batch_info.ForwardMode",
+        "read",
+        fields=("is_decode", "is_decode_or_idle"),
+    ),
+    Seam(_S + "layers.radix_linear_attention.RadixLinearAttention", "read", fields=("layer_id",)),
+    Seam(
+        _GDN.removesuffix("."),
+        "read",
+        fields=("req_to_token_pool", "kernel_dispatcher", "forward_metadata"),
     ),
     Seam(_GDN + "__init__", "override", ("self", "model_runner")),
     Seam(_GDN + "init_forward_metadata", "override", ("self", "forward_batch")),
@@ -128,6 +158,17 @@ SEAMS: tuple[Seam, ...] = (
         _S + "mem_cache.unified_cache.components.mamba.MambaComponent.prepare_for_caching_req",
         "override",
         ("self", "req", "insert_params", "token_ids_len", "is_finished"),
+    ),
+    Seam(_S + "mem_cache.unified_cache.components.mamba.MambaComponent", "read", fields=("cache",)),
+    Seam(
+        _S + "mem_cache.unified_radix_cache.UnifiedRadixCache",
+        "read",
+        fields=("req_to_token_pool", "enable_mamba_extra_buffer"),
+    ),
+    Seam(
+        _S + "managers.schedule_batch.ReqKvInfo",
+        "read",
+        fields=("req_pool_idx", "mamba_pool_idx", "kv_committed_len"),
     ),
 )
 
@@ -185,13 +226,37 @@ def missing_hooks(hooks: dict[str, Callable[..., Any]]) -> list[str]:
 
     SGLang only logs a hook that it failed to apply, and another plugin may have replaced the whole class.
     """
-    return [target for target, hook in hooks.items() if not _runs(pkgutil.resolve_name(target), hook)]
+    return [target for target, hook in hooks.items() if not _runs(_current(target), hook, set())]
 
 
-def _runs(fn: Any, hook: Callable[..., Any]) -> bool:
-    while fn is not None:
-        cells = getattr(fn, "__closure__", None) or ()
-        if any(cell.cell_contents is hook for cell in cells):
-            return True
-        fn = getattr(fn, "__wrapped__", None)
-    return False
+def _current(target: str) -> Any:
+    try:
+        return pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _runs(fn: Any, hook: Callable[..., Any], seen: set[int]) -> bool:
+    """Whether a call of `fn` can reach `hook`.
+
+    A function reaches what its closure holds. Its `__wrapped__` proves nothing: a replacement keeps one as well.
+    """
+    if fn is hook:
+        return True
+    if fn is None or id(fn) in seen:
+        return False
+    seen.add(id(fn))
+    if isinstance(fn, types.FunctionType):
+        inner = [_content(cell) for cell in fn.__closure__ or ()]
+    elif isinstance(fn, functools.partial):
+        inner = [fn.func]
+    else:  # a bound method, or a wrapper that is an object
+        inner = [getattr(fn, "__func__", None), getattr(fn, "__wrapped__", None)]
+    return any(_runs(each, hook, seen) for each in inner if callable(each))
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None

@@ -44,8 +44,16 @@ _PAD = tl.constexpr(PAD)
 
 
 @triton.jit
+def _load(p, NC: tl.constexpr, CH: tl.constexpr):
+    """Load NC neighbouring chunks of CH elements along K as a tuple."""
+    chunks = ()
+    for c in tl.static_range(NC):
+        chunks = chunks + (tl.load(p + c * CH),)
+    return chunks
+
+
+@triton.jit
 def _load_f32(p, NC: tl.constexpr, CH: tl.constexpr):
-    """Load NC neighbouring chunks of CH elements as a tuple of fp32 vectors."""
     chunks = ()
     for c in tl.static_range(NC):
         chunks = chunks + (tl.load(p + c * CH).to(tl.float32),)
@@ -54,10 +62,20 @@ def _load_f32(p, NC: tl.constexpr, CH: tl.constexpr):
 
 @triton.jit
 def _dot_chunks(x, y, NC: tl.constexpr):
+    """x . y of two vectors in chunks."""
     acc = x[0] * y[0]
     for c in tl.static_range(1, NC):
         acc += x[c] * y[c]
     return tl.sum(acc, 0)
+
+
+@triton.jit
+def _project(tile, x, NC: tl.constexpr):
+    """tile [rows, K] times x [K], both in chunks: [rows] in fp32."""
+    acc = tile[0].to(tl.float32) * x[0][None, :]
+    for c in tl.static_range(1, NC):
+        acc += tile[c].to(tl.float32) * x[c][None, :]
+    return tl.sum(acc, 1)
 
 
 @triton.jit
@@ -91,13 +109,15 @@ def _decode_kernel(
     p = tl.load(pending + i_n)
     p_out = out + (i_n * HV + i_hv) * V + v0 + ov
     if (slot < 0) | (p < 0) | (p >= L):
-        # Padding gives zeros. Anything else without a valid place in the ring is a fault and must be seen:
-        # NaN.
+        # Padding gives zeros; anything else without a place in the ring is a fault and must be seen.
         fill = tl.where((slot < 0) | (p == _PAD), 0.0, float("nan"))
         for i in range(TILES):
             tl.store(p_out + i * BV, (tl.zeros([BV], tl.float32) + fill).to(out.dtype.element_ty))
         return
     row = tl.load(rows + i_n).to(tl.int64)
+    p_state = state + slot * s_state + i_hv * (V * K) + (v0 + ov)[:, None] * K + oc[None, :]
+    if TILES == 1:  # the longest load first: everything up to its use hides behind it
+        tile = _load(p_state, NC, CH)
     record = p - 1 - r
     live = r < p
 
@@ -121,36 +141,24 @@ def _decode_kernel(
 
     weight = tl.where(live, tl.exp(tl.cumsum(tl.where(r == 0, g, younger), 0)), 0.0)
     decay = tl.exp(g + tl.sum(younger, 0) + oldest)
+    keys = ()
     for c in tl.static_range(NC):
-        key = tl.load(p_key + c * CH, mask=live[:, None], other=0.0).to(tl.float32)
-        if c == 0:
-            sq = key * q[c][None, :]
-            sk = key * k[c][None, :]
-        else:
-            sq += key * q[c][None, :]
-            sk += key * k[c][None, :]
-    score_q = tl.sum(sq, 1) * weight
-    score_k = tl.sum(sk, 1) * (weight * k_norm)
+        keys = keys + (tl.load(p_key + c * CH, mask=live[:, None], other=0.0),)
+    score_q = _project(keys, q, NC) * weight
+    score_k = _project(keys, k, NC) * (weight * k_norm)
     zq = _times(q, decay, NC)
     zk = _times(k, decay * k_norm, NC)
 
-    p_state = state + slot * s_state + i_hv * (V * K) + (v0 + ov)[:, None] * K + oc[None, :]
     p_u = ring_u + row * s_u + i_hv * (L * V) + v0
     p_v = mixed_qkv + i_n * s_qkv + 2 * H * K + i_hv * V + v0 + ov
     for i in tl.range(0, TILES, num_stages=STAGES):
-        for c in tl.static_range(NC):
-            h = tl.load(p_state + i * (BV * K) + c * CH).to(tl.float32)
-            if c == 0:
-                hq = h * zq[c][None, :]
-                hk = h * zk[c][None, :]
-            else:
-                hq += h * zq[c][None, :]
-                hk += h * zk[c][None, :]
+        if TILES > 1:
+            tile = _load(p_state + i * (BV * K), NC, CH)
         p_old = p_u + i * BV + record[:, None] * V + ov[None, :]
         u_old = tl.load(p_old, mask=live[:, None], other=0.0).to(tl.float32)
         v = tl.load(p_v + i * BV).to(tl.float32)
-        u = beta * (v - tl.sum(hk, 1) - tl.sum(u_old * score_k[:, None], 0))
-        o = tl.sum(hq, 1) + tl.sum(u_old * score_q[:, None], 0) + u * qk
+        u = beta * (v - _project(tile, zk, NC) - tl.sum(u_old * score_k[:, None], 0))
+        o = _project(tile, zq, NC) + tl.sum(u_old * score_q[:, None], 0) + u * qk
         tl.store(p_out + i * BV, o.to(out.dtype.element_ty))
         tl.store(p_u + p * V + i * BV + ov, (u * k_norm).to(ring_u.dtype.element_ty))
 
@@ -163,9 +171,7 @@ def _decode_kernel(
 
 
 class DecodeConfig(NamedTuple):
-    """Launch shape: value rows per tile, programs per v-head, warps per program, pipeline stages of the loop
-    over V.
-    """
+    """Launch shape: value rows per tile, programs per v-head, warps per program, stages of the loop over V."""
 
     block_v: int
     split: int

@@ -1,0 +1,121 @@
+"""A synthetic shard of a model, stepped as a server steps it: for the self-test and the benchmark."""
+
+from __future__ import annotations
+
+import torch
+
+from . import reference
+from .cursors import StepPlan, WorkList, plan_forced_fold, plan_step, set_checkpoint
+from .decode import DecodeConfig, decode
+from .materialise import materialise
+from .ring import Ring, RingShape
+
+_START = 1000  # token count at which every request stands
+
+
+class Inputs:
+    """Static input and output buffers of all layers; `draw` fills them anew.
+
+    mixed_qkv [layers, B, 2 H K + HV V] in the activation dtype, a and b [layers, B, HV] fp32, A_log and dt_bias
+    [layers, HV] fp32, out [layers, B, HV, V].
+    """
+
+    def __init__(
+        self, shape: RingShape, batch: int, device: torch.device, seed: int, out_dtype: torch.dtype | None = None
+    ) -> None:
+        self.shape, self.batch = shape, batch
+        self.random = torch.Generator(device).manual_seed(seed)
+        width = 2 * shape.k_heads * shape.key_dim + shape.v_heads * shape.value_dim
+        layers, heads = shape.layers, shape.v_heads
+        self.mixed_qkv = torch.empty(layers, batch, width, dtype=shape.key_dtype, device=device)
+        self.a = torch.empty(layers, batch, heads, device=device)
+        self.b = torch.empty(layers, batch, heads, device=device)
+        self.A_log = self.randn(layers, heads) * 0.5 - 1.0
+        self.dt_bias = self.randn(layers, heads) - 2.0
+        self.out = torch.empty(layers, batch, heads, shape.value_dim, dtype=out_dtype or shape.key_dtype, device=device)
+        self.scale = shape.key_dim**-0.5
+        self.draw()
+
+    def randn(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=self.random, device=self.random.device)
+
+    def draw(self) -> None:
+        """Fresh random inputs in place (buffers keep their addresses, as CUDA graphs need)."""
+        for tensor in (self.mixed_qkv, self.a, self.b):
+            tensor.normal_(generator=self.random)
+
+    def random_state(self, slots: int, dtype: torch.dtype) -> torch.Tensor:
+        """States [layers, slots, HV, V, K] of the size that a running model's have."""
+        s = self.shape
+        state = torch.empty(
+            s.layers, slots, s.v_heads, s.value_dim, s.key_dim, dtype=dtype, device=self.mixed_qkv.device
+        )
+        return state.normal_(std=0.3, generator=self.random)
+
+    def token(self, layer: int) -> reference.Token:
+        """This step's inputs of one layer for the fp64 reference."""
+        s = self.shape
+        g = reference.gdn_gate(self.a[layer], self.A_log[layer], self.dt_bias[layer])
+        beta = reference.update_rate(self.b[layer], rounded=True)
+        return reference.token(self.mixed_qkv[layer], g, beta, s.k_heads, s.key_dim, self.scale)
+
+
+class Workload:
+    """`batch` requests decoding through a ring; `forward` is everything that one step of a server launches.
+
+    stagger spreads the requests over the ring (request i starts with i % L records pending), so that 1 / L of the rows
+    fold in every step as in serving; otherwise all start with an empty ring and `reference` starts from `state`.
+    """
+
+    def __init__(
+        self,
+        shape: RingShape,
+        batch: int,
+        state_dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        seed: int = 0,
+        stagger: bool = False,
+        out_dtype: torch.dtype | None = None,
+        config: DecodeConfig | None = None,
+    ) -> None:
+        device = torch.device(device)
+        self.shape, self.config = shape, config
+        self.inputs = Inputs(shape, batch, device, seed, out_dtype)
+        self.state = self.inputs.random_state(batch + 1, state_dtype)
+        self.ring = Ring.allocate(shape, device)
+        self.plan = StepPlan.allocate(batch, device)
+        order = torch.randperm(batch, generator=torch.Generator().manual_seed(seed))
+        self.rows = (order + 1).to(device)
+        self.slots = order.flip(0).to(torch.int32).to(device)
+        self.lens = torch.full((batch,), _START, dtype=torch.int64, device=device)
+        pending = torch.arange(batch, device=device) % shape.capacity if stagger else torch.zeros_like(self.lens)
+        set_checkpoint(self.ring, self.rows, self.lens - pending)
+        if stagger:
+            self.ring.u.normal_(std=0.1)
+            self.ring.k.normal_()
+            self.ring.g.uniform_(-0.1, 0.0)
+
+    def forward(self) -> torch.Tensor:
+        """One decode step of every request and layer; returns out [layers, B, HV, V]."""
+        x = self.inputs
+        self.lens.add_(1)
+        plan_step(self.ring, self.plan, self.rows, self.lens, self.slots)
+        materialise(self.state, self.ring, self.plan.fold)
+        for layer in range(self.shape.layers):
+            decode(
+                x.mixed_qkv[layer], x.a[layer], x.b[layer], x.A_log[layer], x.dt_bias[layer], self.state[layer],
+                self.ring, layer, self.slots, self.rows, self.plan.pending, x.scale, x.out[layer], self.config,
+            )  # fmt: skip
+        return x.out
+
+    def fold(self) -> torch.Tensor:
+        """Fold everything; returns the states [layers, B, HV, V, K] in batch order."""
+        worklist = WorkList.allocate(self.inputs.batch, self.state.device)
+        plan_forced_fold(self.ring, worklist, self.rows, self.lens, self.slots, self.lens)
+        materialise(self.state, self.ring, worklist)
+        return self.state[:, self.slots.long()]
+
+    def states(self) -> list[torch.Tensor]:
+        """The states as they stand, fp64, one [B, HV, V, K] per layer: where a reference run starts."""
+        return [layer[self.slots.long()].double() for layer in self.state]

@@ -38,7 +38,10 @@ def handle_max_mamba_cache(original: Original, configurator: Any, total_rest_mem
     """KVCacheConfigurator._handle_max_mamba_cache: the ring leaves the budget (GiB) before slots and KV share it."""
     if not arguments.requested():
         return original(configurator, total_rest_memory)
-    return original(configurator, total_rest_memory - memory_plan.reserve(configurator, total_rest_memory))
+    charge = memory_plan.reserve(configurator, total_rest_memory)
+    left = original(configurator, total_rest_memory - charge)
+    memory_plan.require_room(configurator, total_rest_memory, charge, left)
+    return left
 
 
 def build_hybrid_req_pool(original: Original, configurator: Any, **kwargs: Any) -> Any:

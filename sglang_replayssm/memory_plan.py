@@ -68,7 +68,9 @@ def reserve(configurator: Any, total_rest_memory: float) -> float:
     slot = configurator.mambaish_config.mamba2_cache_params.mamba_cache_per_req
     ratio = configurator._calculate_mamba_ratio()
     schedule = get_schedule()
-    most = min(_MOST_REQUESTS, max(1, (schedule.max_running_requests or _MOST_REQUESTS) // configurator.attn_dp_size))
+    most = _MOST_REQUESTS
+    if schedule.max_running_requests is not None:
+        most = max(1, schedule.max_running_requests // configurator.attn_dp_size)
     share = schedule.mamba_full_memory_ratio / (1 + schedule.mamba_full_memory_ratio)
 
     def requests_that_fit(rows: int) -> int:
@@ -85,13 +87,29 @@ def reserve(configurator: Any, total_rest_memory: float) -> float:
     rows = requests + 1  # the padding row
     charge = rows * per_row / GIB
     if charge >= total_rest_memory:
-        raise RuntimeError(
-            f"ReplaySSM ring: {rows} request rows x {per_row / (1 << 20):.2f} MiB = {charge:.2f} GiB, but only "
-            f"{total_rest_memory:.2f} GiB are left for ring, states and KV. Lower --max-running-requests or "
-            "--linear-replayssm-cache-len, or raise --mem-fraction-static."
-        )
+        raise _does_not_fit(rows, charge, total_rest_memory, states=0.0)
     _reserved[id(configurator)] = rows
     return charge
+
+
+def require_room(configurator: Any, total_rest_memory: float, charge: float, left: float) -> None:
+    """Raise RuntimeError, with the arithmetic, when it is the ring that leaves no memory for KV.
+
+    Args: GiB before the ring, of the ring, and after ring and states. What would not fit without the ring either is
+        for SGLang to refuse.
+    """
+    if left <= 0 < left + charge:
+        rows = _reserved.pop(id(configurator))
+        raise _does_not_fit(rows, charge, total_rest_memory, states=total_rest_memory - charge - left)
+
+
+def _does_not_fit(rows: int, charge: float, total: float, states: float) -> RuntimeError:
+    beside = f", beside {states:.2f} GiB of states," if states else ""
+    return RuntimeError(
+        f"ReplaySSM ring: {rows} request rows x {charge / rows * 1024:.2f} MiB = {charge:.2f} GiB{beside} leave "
+        f"nothing for KV: there are only {total:.2f} GiB for ring, states and KV. Lower --max-running-requests, "
+        "--linear-replayssm-cache-len or --max-mamba-cache-size, or raise --mem-fraction-static."
+    )
 
 
 def require_reserved(configurator: Any, shape: RingShape) -> None:

@@ -1,0 +1,1 @@
+"""Benchmarks of the kernels: `python -m replayssm_kernels.bench --help`."""

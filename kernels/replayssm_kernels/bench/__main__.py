@@ -1,0 +1,106 @@
+"""Command line of the benchmarks.
+
+python -m replayssm_kernels.bench gdn_decode --heads 16/48 --batch 1,8,32,64,128,256,512 --state fp32 --json out.jsonl
+python -m replayssm_kernels.bench materialise --requests 1,8,32
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+
+import torch
+
+from ..decode import DecodeConfig
+from ..gates import INTERPRETED
+from ..ring import RingShape
+from . import decode, materialise, report
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def configs(text: str, value_dim: int) -> tuple[DecodeConfig, ...]:
+    """ "all", or "32,1,1,2;16,8,1,1": tiles, programs per head, warps, stages."""
+    if not text:
+        return ()
+    if text == "all":
+        every = itertools.product((8, 16, 32, 64), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 3))
+        return tuple(
+            DecodeConfig(*c)
+            for c in every
+            if c[0] * c[1] <= value_dim and (c[3] == 1 or c[0] * c[1] < value_dim) and c[0] >= 16 * c[2] // 2
+        )
+    return tuple(DecodeConfig(*integers(part)) for part in text.split(";"))
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m replayssm_kernels.bench", description=__doc__.splitlines()[0])
+    p.add_argument("benchmark", choices=["gdn_decode", "materialise"])
+    p.add_argument("--heads", default="16/48", help="key heads / value heads (default 16/48)")
+    p.add_argument("--head-dim", type=int, default=128, help="K = V (default 128)")
+    p.add_argument("--batch", type=integers, default=(1, 8, 32, 64, 128, 256, 512), help="comma-separated batch sizes")
+    p.add_argument("--requests", type=integers, default=(1, 8, 32), help="materialise: requests per launch")
+    p.add_argument("--capacity", type=int, default=16, help="ring capacity L (default 16)")
+    p.add_argument("--act", choices=DTYPES, default="bf16", help="activations (default bf16)")
+    p.add_argument("--state", choices=DTYPES, default="fp32", help="state (default fp32)")
+    p.add_argument("--u", choices=["fp32", "bf16"], default="fp32", help="u records (default fp32)")
+    p.add_argument("--layers", type=int, default=0, help="layers per forward (default 48, or 12 above batch 32)")
+    p.add_argument("--rounds", type=int, default=15, help="samples per arm, interleaved (default 15)")
+    p.add_argument("--no-graph", action="store_true", help="plain launches instead of a CUDA graph")
+    p.add_argument(
+        "--no-baselines", action="store_true", help="leave SGLang's kernels out (always so in the interpreter)"
+    )
+    p.add_argument("--configs", default="", help='extra launch shapes of ours: "all" or "bv,split,warps,stages;..."')
+    p.add_argument("--programs", type=integers, default=(), help="materialise: extra sizes of the persistent grid")
+    p.add_argument("--json", help="append one JSON line per figure to this file")
+    p.add_argument("--smoke", action="store_true", help="toy sizes, for a check that everything runs")
+    return p
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, object]]:
+    """Run one benchmark; returns its records (also printed, and written with --json)."""
+    args = parser().parse_args(argv)
+    device = torch.device("cpu" if INTERPRETED else "cuda")
+    if args.smoke:
+        args.heads, args.head_dim, args.batch, args.requests = "1/2", 32, (1, 3), (1, 2)
+        args.capacity, args.layers, args.rounds = 2, 2, 1
+        args.act = "fp16" if INTERPRETED else args.act
+        args.programs = args.programs or (3,)
+    k_heads, v_heads = (int(n) for n in args.heads.split("/"))
+    if args.benchmark == "gdn_decode":
+        records = decode.run(
+            decode.Options(
+                k_heads,
+                v_heads,
+                args.head_dim,
+                args.batch,
+                args.capacity,
+                DTYPES[args.act],
+                DTYPES[args.state],
+                DTYPES[args.u],
+                args.layers,
+                args.rounds,
+                not args.no_graph,
+                not args.no_baselines,
+                configs(args.configs, args.head_dim),
+                device,
+            )  # fmt: skip
+        )
+    else:
+        shape = RingShape(
+            args.layers or 48, 2 * max(args.requests) + 1, k_heads, v_heads, args.head_dim, args.head_dim,
+            args.capacity, DTYPES[args.act], DTYPES[args.u],
+        )  # fmt: skip
+        records = materialise.run(
+            shape, args.requests, DTYPES[args.state], device, args.rounds, not args.no_graph, args.programs
+        )
+    report.write_json(args.json, records)
+    return records
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Decode benchmark: microseconds per layer and step, folds and cursors included.
+
+Time of a forward = cursors + folds due in it + every layer's decode, averaged over whole turns of the ring
+(L steps), in a CUDA graph, divided by the layers. Requests stand at staggered positions, so 1 / L of the rows fold
+in every step. Pools exceed the L2 cache, and every layer reads another part of them.
+
+    bytes = B HV V K s_state (1 + 2 / L)        one read per step; a read and a write per fold
+          + B (HV (V s_u + 4) + H K s_k) ((L - 1) / 2 + 1 + 1)   records read and written, and read again by the fold
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..decode import DecodeConfig
+from ..ring import RingShape
+from ..workload import Workload
+from . import report
+from .arms import Arm, Ours, accuracy, available_baselines
+from .timing import copy_bandwidth, interleaved, launcher
+
+
+@dataclass(frozen=True)
+class Options:
+    """One benchmark run; see `__main__` for their meaning on the command line."""
+
+    k_heads: int
+    v_heads: int
+    head_dim: int
+    batches: tuple[int, ...]
+    capacity: int
+    act_dtype: torch.dtype
+    state_dtype: torch.dtype
+    u_dtype: torch.dtype
+    layers: int
+    rounds: int
+    graph: bool
+    baselines: bool
+    configs: tuple[DecodeConfig, ...]
+    device: torch.device
+
+    def shape(self, batch: int, layers: int) -> RingShape:
+        return RingShape(
+            layers=layers,
+            rows=batch + 1,
+            k_heads=self.k_heads,
+            v_heads=self.v_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            capacity=self.capacity,
+            key_dtype=self.act_dtype,
+            u_dtype=self.u_dtype,
+        )
+
+    def layers_for(self, batch: int) -> int:
+        """48 layers as in the 27B shape; fewer at batches whose pools dwarf the cache anyway."""
+        return self.layers or (48 if batch <= 32 else 12)
+
+
+def bytes_per_layer_step(shape: RingShape, batch: int, state_size: int) -> float:
+    """Device bytes that one layer's step must move, as in the formula above."""
+    state = shape.v_heads * shape.value_dim * shape.key_dim * state_size * (1 + 2 / shape.capacity)
+    record = shape.v_heads * (shape.value_dim * shape.u_dtype.itemsize + 4)
+    record += shape.k_heads * shape.key_dim * shape.key_dtype.itemsize
+    return batch * (state + record * ((shape.capacity - 1) / 2 + 2))
+
+
+def arms(o: Options, batch: int, layers: int, stagger: bool, shared: bool) -> dict[str, Callable[[], Arm]]:
+    """Constructors of everything that is compared at one batch size; `shared`: all of ours run over one pool."""
+    shape = o.shape(batch, layers)
+
+    def workload() -> Workload:
+        return Workload(shape, batch, o.state_dtype, o.device, stagger=stagger)
+
+    ours = functools.cache(workload) if shared else workload
+    made: dict[str, Callable[[], Arm]] = {"ours": lambda: Ours(ours())}
+    for config in o.configs:
+        name = f"ours bv{config.block_v} split{config.split} w{config.warps} st{config.stages}"
+        made[name] = lambda c=config: Ours(ours(), c)
+    if o.baselines:
+        for name, kind in available_baselines()[0].items():
+            made[name] = lambda k=kind: k(shape, batch, o.state_dtype, o.device, stagger)
+    return made
+
+
+def run(o: Options) -> list[dict[str, object]]:
+    """Run every batch size; prints a table and returns one record per arm and batch size."""
+    device = report.machine(o.device)
+    copy = copy_bandwidth(o.device)
+    print(f"{device}; copy {copy / 1e9:.0f} GB/s; {o.k_heads}/{o.v_heads} heads of {o.head_dim}, L = {o.capacity},")
+    print(f"activations {o.act_dtype}, state {o.state_dtype}, u {o.u_dtype}; microseconds per layer and step")
+    if o.baselines and (why := available_baselines()[1]):
+        print(why)
+    errors = {
+        name: accuracy(make, 2 * o.capacity + 2)
+        for name, make in arms(o, batch=2, layers=1, stagger=False, shared=False).items()
+    }
+    records = []
+    for batch in o.batches:
+        records += _run_batch(o, batch, errors, copy, device)
+        print(_table([r for r in records if r["batch"] == batch]), flush=True)
+    return records
+
+
+def _run_batch(
+    o: Options, batch: int, errors: dict[str, float], copy: float, device: dict[str, str]
+) -> list[dict[str, object]]:
+    layers = o.layers_for(batch)
+    shape = o.shape(batch, layers)
+    made = {name: make() for name, make in arms(o, batch, layers, stagger=True, shared=True).items()}
+    # `made` must outlive the timing: a captured graph does not keep the tensors it reads alive.
+    runs = {name: launcher(arm.forward, o.device, o.graph) for name, arm in made.items()}
+    turns = 1 if o.device.type == "cpu" else max(1, 64 // (o.capacity * max(1, batch // 32)))
+    times = interleaved(runs, o.rounds, turns * o.capacity, o.device)  # whole turns of the ring
+    floor = bytes_per_layer_step(shape, batch, o.state_dtype.itemsize)
+    records = []
+    for name, spread in times.items():
+        us = spread.divided(layers)
+        records.append(
+            {
+                "benchmark": "gdn_decode",
+                "arm": name,
+                "batch": batch,
+                "layers": layers,
+                "us": round(us.median, 3),
+                "us_p10": round(us.low, 3),
+                "us_p90": round(us.high, 3),
+                "gb_per_s": round(floor / us.median / 1e3, 1),
+                "floor_us": round(floor / copy * 1e6, 3),
+                "error": errors[name],
+                "heads": f"{o.k_heads}/{o.v_heads}",
+                "head_dim": o.head_dim,
+                "capacity": o.capacity,
+                "act": str(o.act_dtype),
+                "state": str(o.state_dtype),
+                "u": str(o.u_dtype),
+                "graph": o.graph,
+                **device,
+            }
+        )
+    del runs, made
+    if o.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return records
+
+
+def _table(records: list[dict[str, object]]) -> str:
+    ours = next(r["us"] for r in records if r["arm"] == "ours")
+    rows = [
+        [
+            f"batch {r['batch']} {r['arm']}",
+            f"{r['us']:.2f}",
+            f"{r['us_p10']:.2f}-{r['us_p90']:.2f}",
+            f"{r['us'] / ours:.2f}x",
+            f"{r['gb_per_s']:.0f}" if str(r["arm"]).startswith("ours") else "",
+            f"{r['floor_us']:.2f}",
+            f"{r['error']:.1e}",
+        ]
+        for r in records
+    ]
+    return report.table(["arm", "us", "p10-p90", "ours =1", "GB/s", "floor us", "error"], rows)

@@ -1,0 +1,90 @@
+"""The benchmarks run at toy size, count the bytes they claim, and their competitors compute the same function."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from replayssm_kernels import DecodeConfig, RingShape
+from replayssm_kernels.bench import __main__ as command
+from replayssm_kernels.bench import arms, decode
+from replayssm_kernels.workload import Workload
+from tests.kernels.machine import DEVICE, make_shape
+
+
+def test_decode_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.jsonl"
+    command.main(["gdn_decode", "--smoke", "--no-baselines", "--configs", "16,2,1,1", "--json", str(path)])
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {(r["arm"], r["batch"]) for r in records} == {
+        (arm, batch) for arm in ("ours", "ours bv16 split2 w1 st1") for batch in (1, 3)
+    }
+    for r in records:
+        assert r["us"] > 0 and r["error"] < 1e-3 and r["us_p10"] <= r["us"] <= r["us_p90"]
+    assert "batch 3 ours" in capsys.readouterr().out
+
+
+def test_materialise_smoke(tmp_path: Path) -> None:
+    path = tmp_path / "figures.jsonl"
+    command.main(["materialise", "--smoke", "--json", str(path)])
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {r["arm"] for r in records} == {"fold", "snapshot", "fold, 3 programs", "torch copy"}
+    assert {r["requests"] for r in records} == {0, 1, 2}
+
+
+def ours(shape: RingShape, batch: int, state_dtype: torch.dtype, device: torch.device, stagger: bool) -> arms.Ours:
+    return arms.Ours(Workload(shape, batch, state_dtype, device, stagger=stagger))
+
+
+def test_every_arm_computes_the_same_function() -> None:
+    """SGLang's kernels at the same inputs stay near the fp64 reference, so the comparison is one of equals.
+
+    Measured in the interpreter: packed decode 2e-4 (the fp16 output's rounding), in-tree replay 2.3e-4.
+    """
+    kinds, why_not = arms.available_baselines()
+    if not kinds or (DEVICE.type == "cpu" and "replayssm_cpu_host.interpreter" not in sys.modules):
+        pytest.skip(why_not or "SGLang's kernels need the CPU test host in the interpreter")
+    shape = make_shape(k_heads=1, v_heads=2, key_dim=32, value_dim=32, rows=4, capacity=4, key_dtype=torch.float16)
+    kinds = {"ours": ours, **kinds}
+    for name, kind in kinds.items():
+        error = arms.accuracy(lambda k=kind: k(shape, 2, torch.float32, DEVICE, False), steps=9)
+        print(f"{name}: {error:.1e}")
+        assert error < 1e-3
+    for kind in kinds.values():  # and one staggered step each, as they are timed
+        arm = kind(shape, 3, torch.float32, DEVICE, True)
+        assert not arm.forward().isnan().any()
+        assert not int(arm.workload.ring.faults)
+
+
+def test_folds_happen_at_the_rate_of_serving() -> None:
+    """A benchmark without fold cost is a wrong benchmark: over L staggered steps every row folds exactly once."""
+    shape = make_shape(rows=7, capacity=3, v_heads=1)
+    arm = ours(shape, 6, torch.float32, DEVICE, True)
+    arm.forward()  # the fullest rings are full only now
+    folded: list[int] = []
+    for _ in range(3):
+        arm.forward()
+        entries = arm.workload.plan.fold.to_host()
+        assert len(entries) == 2 and all(upto == 3 for *_, upto in entries)
+        folded += [row for row, *_ in entries]
+    assert sorted(folded) == [1, 2, 3, 4, 5, 6]
+
+
+def test_byte_count_of_the_27b_shape() -> None:
+    """Batch 256, fp32: state read in every step and read and written in every 16th; 9.5 records of each request."""
+    shape = make_shape(
+        k_heads=16, v_heads=48, key_dim=128, value_dim=128, capacity=16, key_dtype=torch.bfloat16, rows=257
+    )
+    state = 256 * 48 * 128 * 128 * 4
+    record = 256 * (48 * (128 * 4 + 4) + 16 * 128 * 2)
+    assert decode.bytes_per_layer_step(shape, 256, 4) == state * (1 + 1 / 8) + record * 9.5
+
+
+def test_configs_on_the_command_line() -> None:
+    assert command.configs("32,1,1,2;16,8,1,1", 128) == (DecodeConfig(32, 1, 1, 2), DecodeConfig(16, 8, 1, 1))
+    every = command.configs("all", 128)
+    assert len(every) > 20 and all(128 % (c.block_v * c.split) == 0 for c in every)

@@ -15,7 +15,8 @@ from .arms import BUILT_IN, DEFAULT_ARMS, Arm, load_config, select, split_args
 from .errors import BenchError
 from .hosts import host_profile, vocab_of
 from .plot import plot
-from .runner import Benchmark, Results, Settings
+from .runner import Benchmark, Results
+from .settings import Settings
 from .workloads import WORKLOADS, Vocab, Workload
 
 # Sizes by option name: type and meaning. A workload takes the ones it has a field for, with its own defaults.
@@ -104,13 +105,14 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--host-profile", choices=("auto", "cpu", "gpu"), default="auto", help="base flags of servers (default auto)"
     )
+    server.add_argument("--overlap-starts", action="store_true", help="the next server imports while one loads")
     server.add_argument("--start-timeout", type=float, default=900.0, metavar="S", help="seconds (default 900)")
     server.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds (default 600)")
     how = p.add_argument_group("how to measure")
     how.add_argument(
         "--warmup",
         choices=("full", "light", "none"),
-        help="before each workload: a smaller run of its shape, one tiny request, or nothing (default: full, light on a CPU)",
+        help="a smaller run of the workload's shape, one tiny request, or nothing (default: full; light on a CPU)",
     )
     how.add_argument("--no-flush", action="store_true", help="keep what is in the prefix cache before a run")
     how.add_argument(
@@ -124,6 +126,17 @@ def parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--quiet", action="store_true", help="no progress bars")
     return p
+
+
+def _joined(argv: list[str]) -> list[str]:
+    """``--server-args "--flag"`` as one word: argparse would take a value that starts with a dash for an option."""
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1] == "--server-args":
+            words[-1] = f"--server-args={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def _defaults(name: str) -> str:
@@ -196,6 +209,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         vocab=options.token_ids or vocab_of(model),
         model=model,
         profile=profile,
+        overlap_starts=options.overlap_starts,
         server_args=[
             *(demo.server_args(profile) if options.demo else ()),
             *config.args,
@@ -209,14 +223,14 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 if everything was measured, 1 if something failed, 2 for options that do not fit."""
-    options = parser().parse_args(argv)
+    options = parser().parse_args(_joined(list(sys.argv[1:] if argv is None else argv)))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         settings = settings_of(options)
+        benchmark = Benchmark(settings, on_run=lambda results: report.write(settings, results))
     except BenchError as e:
         print(f"bench_rag: {e}", file=sys.stderr)
         return 2
-    benchmark = Benchmark(settings, on_run=lambda results: report.write(settings, results))
     try:
         benchmark.run()
     except KeyboardInterrupt:

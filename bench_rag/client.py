@@ -23,8 +23,9 @@ class Reply:
     """What one request did, in seconds of :func:`time.perf_counter` and in tokens.
 
     ``events``: for each streamed event that brought tokens, its arrival time and the output tokens so far.
-    ``waited``: seconds the request was held back by the client's own concurrency limit before ``sent``; no other figure
-    includes them. ``cached_by_tier``: the server's split of cached tokens (device, host, storage), empty where it gives none.
+    ``waited``: seconds the request was held back by the client's own concurrency limit before ``sent``; no other
+    figure includes them. ``cached_by_tier``: the server's split of cached tokens (device, host, storage), empty where
+    it gives none.
     """
 
     conversation: int = 0
@@ -76,7 +77,7 @@ class Client:
         return self._session
 
     async def generate(self, input_ids: list[int], output_len: int) -> Reply:
-        """Greedy answer of exactly ``output_len`` tokens; a failure ends up in ``Reply.error``, never as an exception."""
+        """Greedy answer of exactly ``output_len`` tokens; a failure ends up in ``Reply.error``, not as an exception."""
         reply = Reply(prompt_tokens=len(input_ids))
         body = {
             "input_ids": input_ids,

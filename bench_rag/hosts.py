@@ -70,7 +70,7 @@ def _cpu_platform() -> str:
     if names:
         raise BenchError(f"several SGLang platforms are installed ({', '.join(names)}): name one in SGLANG_PLATFORM")
     raise BenchError(
-        "there is no GPU, and no installed package lets SGLang run without one: run ./run setup, which installs one for tests"
+        "there is no GPU, and no installed package lets SGLang run without one; ./run setup installs one for tests"
     )
 
 

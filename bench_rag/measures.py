@@ -122,7 +122,7 @@ def equal_outputs(replies: Sequence[Reply], reference: Sequence[Reply]) -> float
 
 
 def average(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Mean over runs (seeds) of every numeric figure, and ``<name>_sd``, the sample standard deviation, from two runs on."""
+    """Mean over runs (seeds) of every numeric figure; from two runs on also ``<name>_sd``, the sample deviation."""
     summary: dict[str, Any] = {"runs": len(runs)}
     for name in dict.fromkeys(k for run in runs for k in run):
         values = [run[name] for run in runs if isinstance(run.get(name), (int, float))]

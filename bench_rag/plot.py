@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from .report import mean_ceiling, summarise
-from .runner import Results, Settings
+from .runner import Results
+from .settings import Settings
 from .workloads import Burst, Workload
 
 

@@ -6,40 +6,49 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
 from . import __version__, measures
 from .client import Reply
 from .hosts import gpu_name
-from .runner import Results, Run, Settings
+from .runner import Results, Run
+from .settings import Settings
 from .workloads import Burst, Workload, describe
 
-# Column title, figure, factor, decimals.
-_Column = tuple[str, str, float, int]
-_COMMON: tuple[_Column, ...] = (
-    ("TTFT mean ms", "ttft_ms_mean", 1, 0),
-    ("p50", "ttft_ms_p50", 1, 0),
-    ("p99", "ttft_ms_p99", 1, 0),
-    ("TPOT mean ms", "tpot_ms_mean", 1, 1),
-    ("ITL p50 ms", "itl_ms_p50", 1, 1),
-    ("p99", "itl_ms_p99", 1, 1),
-    ("E2E mean ms", "e2e_ms_mean", 1, 0),
-    ("output tok/s", "output_throughput", 1, 1),
-    ("prompt tok/s", "prompt_throughput", 1, 0),
+
+class _Column(NamedTuple):
+    """A column of a table: two-line title, figure, factor to show it by, decimals."""
+
+    title: str
+    figure: str
+    factor: float
+    decimals: int
+
+
+_COMMON = (
+    _Column("TTFT ms\nmean", "ttft_ms_mean", 1, 0),
+    _Column("\np50", "ttft_ms_p50", 1, 0),
+    _Column("\np99", "ttft_ms_p99", 1, 0),
+    _Column("TPOT ms\nmean", "tpot_ms_mean", 1, 1),
+    _Column("ITL ms\np50", "itl_ms_p50", 1, 1),
+    _Column("\np99", "itl_ms_p99", 1, 1),
+    _Column("E2E ms\nmean", "e2e_ms_mean", 1, 0),
+    _Column("tok/s\nout", "output_throughput", 1, 1),
+    _Column("\nin", "prompt_throughput", 1, 0),
 )
-_PREFIX: tuple[_Column, ...] = (("hit %", "hit_rate", 100, 1), *_COMMON)
-_BURST: tuple[_Column, ...] = (("steady decode tok/s", "steady_throughput", 1, 1), *_COMMON)
-_EQUAL: _Column = ("same output %", "equal_outputs", 100, 1)
+_PREFIX = (_Column("hits\n%", "hit_rate", 100, 1), *_COMMON)
+_BURST = (_Column("steady\ntok/s", "steady_throughput", 1, 1), *_COMMON)
+_EQUAL = _Column("same\nout %", "equal_outputs", 100, 1)
 
 
 def summarise(results: Results, arm: str, workload: str) -> dict[str, Any]:
     """Figures of one arm on one workload, averaged over seeds; empty if it was not measured."""
     runs = [r.figures for r in results.runs if r.arm == arm and r.workload == workload]
-    return measures.average(runs) if runs else {}
+    return {**measures.average(runs), "failed_total": sum(r["failed"] for r in runs)} if runs else {}
 
 
 def mean_ceiling(results: Results, workload: str) -> float:
@@ -49,28 +58,41 @@ def mean_ceiling(results: Results, workload: str) -> float:
 
 
 def table(settings: Settings, results: Results, workload: Workload, fmt: str = "simple") -> str:
-    """One row per arm, in tabulate's format ``fmt``; several seeds show as mean ± sample standard deviation."""
+    """One row per arm, in tabulate's format ``fmt``; several seeds show as mean ± sample standard deviation.
+
+    ``same out`` compares greedy answers with the first arm's, whose own cell says ``ref``.
+    """
     columns = [*(_BURST if isinstance(workload, Burst) else _PREFIX), *([_EQUAL] if len(settings.arms) > 1 else [])]
     rows = []
     for arm in settings.arms:
         summary = summarise(results, arm.name, workload.label)
-        cells = [_cell(summary, c) for c in columns]
+        cells = [_cell(summary, column) for column in columns]
         if arm is settings.arms[0] and columns[-1] is _EQUAL and summary:
-            cells[-1] = "(reference)"
-        failed = f"{summary['failed'] * summary['runs']:.0f}" if summary else "not measured"
-        rows.append([arm.name, *cells, failed])
-    headers = ["arm", *(c[0] for c in columns), "failed"]
-    alignment = ("left", *["right"] * (len(headers) - 1))
-    return tabulate(rows, headers, tablefmt=fmt, colalign=alignment, disable_numparse=True)
+            cells[-1] = "ref"
+        rows.append([arm.name, *cells, f"{summary['failed_total']:.0f}" if summary else "not measured"])
+    titles = ["arm", *(column.title for column in columns), "failed"]
+    if fmt != "simple":
+        titles = _one_line(titles)
+    alignment = ("left", *["right"] * (len(titles) - 1))
+    return tabulate(rows, titles, tablefmt=fmt, colalign=alignment, disable_numparse=True)
+
+
+def _one_line(titles: Sequence[str]) -> list[str]:
+    """Two-line titles on one line; an empty first line stands for the one to its left."""
+    lines, group = [], ""
+    for title in titles:
+        first, _, second = title.partition("\n")
+        group = first or group
+        lines.append(f"{group} {second}".strip())
+    return lines
 
 
 def _cell(summary: Mapping[str, Any], column: _Column) -> str:
-    _, name, factor, decimals = column
-    if name not in summary:
+    if column.figure not in summary:
         return "-"
-    text = f"{factor * summary[name]:.{decimals}f}"
-    spread = summary.get(f"{name}_sd")
-    return text if spread is None else f"{text} ± {factor * spread:.{decimals}f}"
+    text = f"{column.factor * summary[column.figure]:.{column.decimals}f}"
+    spread = summary.get(f"{column.figure}_sd")
+    return text if spread is None else f"{text} ± {column.factor * spread:.{column.decimals}f}"
 
 
 def title(settings: Settings, results: Results, workload: Workload) -> str:
@@ -136,17 +158,17 @@ def _arm_rows(settings: Settings, results: Results) -> list[list[str]]:
 
 
 def _method(settings: Settings) -> list[str]:
-    flush = "The prefix cache is flushed before every run." if settings.flush else "The prefix cache is not flushed."
+    flush = "The prefix cache is flushed before every run." if settings.flush else "Not flushed."
     return [
         f"- Arms are run {settings.order} over the seeds; warm-up: {settings.warmup}. {flush}",
-        "- Hit rate is cached over prompt tokens as the server reports them per request. The ceiling is an infinite cache that"
-        " keeps every earlier prompt and answer and is ready at once.",
-        "- Times run from the moment a request is sent. A request held back by the client's own concurrency limit has not been"
-        " sent yet; the JSON has that wait as `client_wait_ms_mean`.",
+        "- Hits are cached over prompt tokens, as the server reports them per request. The ceiling is an infinite "
+        "cache that keeps every earlier prompt and answer and is ready at once.",
+        "- Times run from the moment a request is sent. A request held back by the client's own concurrency limit "
+        "has not been sent yet; the JSON has that wait as `client_wait_ms_mean`.",
         "- TPOT is per request, after the first event; ITL is per token. Percentiles interpolate linearly.",
-        "- Same output: share of greedy answers whose token ids all equal the first arm's. Batches form differently in every run"
-        " and rounding follows them, so two runs of one arm need not reach 100% either (give an arm twice to see).",
-        "- Steady decode counts tokens between the last request's first token and the first request's last.",
+        "- Same out: share of greedy answers whose token ids all equal the first arm's. Batches form differently in "
+        "every run and rounding follows them, so two runs of one arm need not reach 100% (name an arm twice to see).",
+        "- Steady tok/s counts tokens between the last request's first token and the first request's last.",
     ]
 
 

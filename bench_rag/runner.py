@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from . import measures
@@ -16,10 +13,11 @@ from .ceiling import ceiling
 from .client import Client, Reply
 from .driver import drive
 from .errors import BenchError
-from .hosts import HostProfile, gpu_memory_used
+from .lineup import Lineup
 from .progress import Progress
-from .server import Server, free_port, launch_command
-from .workloads import Burst, Vocab, Workload
+from .server import Server
+from .settings import Settings, Visit, visits
+from .workloads import Burst, Workload
 
 # Fields of /server_info that say what a server really runs.
 _FACTS = (
@@ -37,28 +35,6 @@ _FACTS = (
     "max_mamba_cache_size",
 )
 _WARMUP_SEED = 1_000_003  # warm-up prompts share nothing with measured ones
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to run. ``model`` and ``profile`` matter only where servers are started (``url`` is None)."""
-
-    arms: Sequence[Arm]
-    workloads: Sequence[Workload]
-    seeds: Sequence[int]
-    out: Path
-    vocab: Vocab
-    model: str = ""
-    url: str | None = None
-    profile: HostProfile = HostProfile("gpu")
-    server_args: Sequence[str] = ()
-    server_env: Mapping[str, str] = field(default_factory=dict)
-    order: str = "interleaved"
-    warmup: str = "full"
-    flush: bool = True
-    start_timeout: float = 900.0
-    request_timeout: float = 600.0
-    quiet: bool = False
 
 
 @dataclass
@@ -97,22 +73,8 @@ class Results:
         return not self.failures and all(not run.figures.get("failed") for run in self.runs)
 
 
-def visits(arms: Sequence[Arm], seeds: Sequence[int], order: str) -> Iterator[tuple[Arm, tuple[int, ...]]]:
-    """Which arm's server is up in turn, for which seeds.
-
-    ``grouped``: each arm once, for all seeds. ``interleaved``: a round of all arms for each seed, each round starting
-    one arm later, so that a machine that drifts does not favour one arm.
-    """
-    if order == "grouped":
-        yield from ((arm, tuple(seeds)) for arm in arms)
-        return
-    for number, seed in enumerate(seeds):
-        shift = number % len(arms)
-        yield from ((arm, (seed,)) for arm in [*arms[shift:], *arms[:shift]])
-
-
 class Benchmark:
-    """Runs ``settings``; ``results`` grows run by run, and ``on_run`` sees it each time, so partial results can be kept."""
+    """Runs ``settings``; ``results`` grows run by run, and ``on_run`` sees it each time, so that it can be kept."""
 
     def __init__(self, settings: Settings, on_run: Callable[[Results], None] = lambda results: None) -> None:
         self.settings = settings
@@ -126,39 +88,31 @@ class Benchmark:
     def run(self) -> Results:
         """Measure every arm; an arm that fails is recorded, and the others go on."""
         s = self.settings
-        with Progress(len(s.arms) * len(s.seeds) * len(s.workloads), s.quiet) as progress:
-            for arm, seeds in visits(s.arms, s.seeds, s.order):
-                if any(f.arm == arm.name for f in self.results.failures):
-                    continue
+        left = visits(s.arms, s.seeds, s.order)
+        with Progress(len(s.arms) * len(s.seeds) * len(s.workloads), s.quiet) as progress, Lineup(s) as lineup:
+            self.results.commands = lineup.commands
+            while left:
+                visit = left.pop(0)
                 try:
-                    self._visit(arm, seeds, progress)
+                    self._visit(visit, left[0] if left else None, lineup, progress)
                 except BenchError as e:
-                    self.results.failures.append(Failure(arm.name, str(e), e.detail))
-                    progress.say(f"{arm.name}: {e}\n{e.detail}".rstrip())
+                    self.results.failures.append(Failure(visit.arm.name, str(e), e.detail))
+                    left = [v for v in left if v.arm is not visit.arm]
+                    progress.say(f"{visit.arm.name}: {e}\n{e.detail}".rstrip())
                     self._on_run(self.results)
         return self.results
 
-    def _visit(self, arm: Arm, seeds: Sequence[int], progress: Progress) -> None:
-        s = self.settings
-        if s.url is not None:
-            asyncio.run(self._measure(arm, seeds, s.url, None, progress))
+    def _visit(self, visit: Visit, then: Visit | None, lineup: Lineup, progress: Progress) -> None:
+        url = self.settings.url
+        if url is not None:
+            asyncio.run(self._measure(visit, url, None, lineup, progress))
             return
-        before = gpu_memory_used() if s.profile.name == "gpu" else None
-        port = free_port()
-        command = launch_command(s.model, port, [*s.profile.args, *s.server_args, *arm.args])
-        self.results.commands[arm.name] = command
-        env = arm.environment({**os.environ, **s.profile.env, **s.server_env})
-        log = s.out / "logs" / f"{arm.name.replace('#', '-')}-seed{seeds[0]}.log"
-        with Server(command, env, log.absolute(), port) as server:
-            asyncio.run(self._measure(arm, seeds, server.base_url, server, progress))
-            progress.phase(f"stopping {arm.name}")
-        if before is not None:
-            _wait_for_memory(before)
+        with lineup.server(visit, then) as server:
+            asyncio.run(self._measure(visit, server.base_url, server, lineup, progress))
+            progress.phase(f"stopping {visit.arm.name}")
 
-    async def _measure(
-        self, arm: Arm, seeds: Sequence[int], url: str, server: Server | None, progress: Progress
-    ) -> None:
-        s = self.settings
+    async def _measure(self, visit: Visit, url: str, server: Server | None, lineup: Lineup, progress: Progress) -> None:
+        s, arm = self.settings, visit.arm
         async with Client(url, s.request_timeout) as client:
             started = None
             if server is not None:
@@ -169,10 +123,11 @@ class Benchmark:
             elif not await client.healthy():
                 raise BenchError(f"no healthy server answers at {url}")
             facts = _facts(await client.server_info(), started)
+            await lineup.settle()
             for workload in s.workloads:
                 _check_batch(workload, facts, arm, progress)
                 await self._warm_up(client, workload, progress)
-                for seed in seeds:
+                for seed in visit.seeds:
                     name = f"{arm.name} {workload.label} seed {seed}"
                     run = Run(arm.name, workload.label, seed, {}, facts)
                     run.replies = await self._one_run(client, workload, seed, name, progress)
@@ -239,13 +194,3 @@ def _check_batch(workload: Workload, facts: Mapping[str, Any], arm: Arm, progres
             f"{arm.name}: the server runs at most {limit} requests at once, fewer than {workload.label} sends; "
             "its decode throughput is not that of the full batch (see --max-running-requests)"
         )
-
-
-def _wait_for_memory(before: int, patience: float = 30.0, slack: int = 1024) -> None:
-    """Wait until GPU memory in use is back within ``slack`` MiB of ``before``: the next server plans by what is free."""
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        used = gpu_memory_used()
-        if used is None or used <= before + slack:
-            return
-        time.sleep(0.5)

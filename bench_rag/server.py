@@ -46,16 +46,30 @@ class Server:
 
     Both of its output streams go to ``log``. Leaving the context ends the whole session of processes, whatever they
     do with SIGTERM, and raises BenchError if one survives. ``grace``: seconds between SIGTERM and SIGKILL.
+    ``gate``: a file that the command waits for (see ``launch.py``).
     """
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], log: Path, port: int, grace: float = 5.0
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        port: int,
+        grace: float = 5.0,
+        gate: Path | None = None,
     ) -> None:
         self.command, self.env, self.log, self.port, self.grace = list(command), dict(env), log, port, grace
         self.base_url = f"http://127.0.0.1:{port}"
+        self._gate = gate
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
+        return self.start()
+
+    def start(self) -> Server:
+        """Start the process unless it runs already; the caller sees to :meth:`stop`."""
+        if self._process is not None:
+            return self
         self.log.parent.mkdir(parents=True, exist_ok=True)
         tied = [sys.executable, "-c", _TIE_TO_PARENT, str(os.getpid()), *self.command]
         with open(self.log, "wb") as log:
@@ -83,10 +97,20 @@ class Server:
         """Exit status of the server process; None while it runs."""
         return self._process.poll() if self._process else None
 
+    def open_gate(self) -> None:
+        """Let a server that was started with a gate go on."""
+        if self._gate is not None:
+            self._gate.touch()
+
+    @property
+    def waits_at_gate(self) -> bool:
+        """Whether one of its processes has come as far as the closed gate."""
+        return self._gate is not None and any(self._gate.parent.glob(f"{self._gate.name}.*.waiting"))
+
     async def ready(self, client: Client, timeout: float, tick: Callable[[float], None] = lambda s: None) -> float:
         """Seconds until the server answered its health check. BenchError, with its last lines, if it dies or is late.
 
-        ``tick`` is called with the seconds waited so far, about twice a second.
+        ``tick`` is called with the seconds waited so far, a few times a second.
         """
         began = time.monotonic()
         while (waited := time.monotonic() - began) < timeout:
@@ -95,7 +119,7 @@ class Server:
                 raise self.failure(f"the server ended while starting, exit status {self.returncode}")
             if await client.healthy():
                 return time.monotonic() - began
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.2)
         raise self.failure(f"the server did not answer its health check within {timeout:g} s")
 
     def failure(self, sentence: str) -> BenchError:
@@ -112,7 +136,7 @@ class Server:
             return ""
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL after ``grace`` seconds, to every process of the server's session; wait for all to go."""
+        """SIGTERM, after ``grace`` seconds SIGKILL, to every process of the server's session; wait for all to go."""
         if self._process is None:
             return
         session = self._process.pid

@@ -106,9 +106,13 @@ def need_positive(workload: Workload, names: Sequence[str]) -> None:
         need(value >= 1, f"{workload.kind}: {name.replace('_', '-')} must be at least 1, got {value}")
 
 
+def need_rate(workload: Workload, rate: float) -> None:
+    """Raise :class:`BenchError` unless ``rate`` is a number above 0, infinity included."""
+    need(rate > 0, f"{workload.kind}: request-rate must be above 0 (inf sends everything at once), got {rate:g}")
+
+
 def poisson_arrivals(count: int, rate: float, rng: random.Random) -> list[float]:
     """Arrival times in seconds, the first at 0; ``rate`` per second, ``inf`` sends everything at once."""
-    need(rate > 0, f"request-rate must be above 0 (inf sends everything at once), got {rate}")
     if rate == float("inf"):
         return [0.0] * count
     times, now = [], 0.0

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from .base import Plan, Vocab, need_positive, resize, single_turn_plan
+from .base import Plan, Vocab, need_positive, need_rate, resize, single_turn_plan
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class SharedPrefix:
             self,
             ("groups", "prompts_per_group", "prefix_len", "question_len", "output_len", "concurrency"),
         )
+        need_rate(self, self.request_rate)
 
     @property
     def label(self) -> str:

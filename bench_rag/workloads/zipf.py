@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from .base import Plan, Vocab, need, need_positive, resize, single_turn_plan
+from .base import Plan, Vocab, need, need_positive, need_rate, resize, single_turn_plan
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class ZipfRag:
                 "concurrency",
             ),
         )
+        need_rate(self, self.request_rate)
         need(
             self.documents_per_prompt <= self.documents,
             f"zipf: {self.documents_per_prompt} documents per prompt need a corpus of at least as many, "

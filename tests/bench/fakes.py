@@ -1,0 +1,139 @@
+"""Stand-ins for SGLang that need no model: an HTTP server with exact timings, and a process that will not die."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+
+@dataclass
+class FakeSglang:
+    """Answers ``/generate`` like SGLang, one event per entry of ``events`` (seconds to wait, tokens it brings).
+
+    ``cached``: prefix tokens to report per request, in order of arrival, then 0. ``incremental``: send only new ids per
+    event. Output token i of a prompt is ``sum(prompt) + i``, so the client's ids can be checked. ``most_in_flight``
+    and ``prompts`` record what the client did.
+    """
+
+    events: list[tuple[float, int]]
+    cached: list[int] = field(default_factory=list)
+    incremental: bool = False
+    fail_with: dict[str, Any] | None = None
+    prompts: list[list[int]] = field(default_factory=list)
+    flushes: int = 0
+    most_in_flight: int = 0
+    in_flight: int = 0
+    port: int = 0
+
+    async def __aenter__(self) -> str:
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/flush_cache", self._flush)
+        app.router.add_get("/server_info", self._info)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        port = self._runner.addresses[0][1]
+        return f"http://127.0.0.1:{port}"
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._runner.cleanup()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompt: list[int] = body["input_ids"]
+        cached = self.cached[len(self.prompts)] if len(self.prompts) < len(self.cached) else 0
+        self.prompts.append(prompt)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            if self.fail_with is not None:
+                await self._send(response, self.fail_with)
+            else:
+                await self._stream(response, prompt, cached, body["sampling_params"]["max_new_tokens"])
+            await response.write(b"data: [DONE]\n\n")
+            return response
+        finally:
+            self.in_flight -= 1
+
+    async def _stream(self, response: web.StreamResponse, prompt: list[int], cached: int, limit: int) -> None:
+        ids: list[int] = []
+        for wait, tokens in self.events:
+            await asyncio.sleep(wait)
+            fresh = [sum(prompt) + i for i in range(len(ids), min(limit, len(ids) + tokens))]
+            ids += fresh
+            done = len(ids) >= limit
+            meta = {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": len(ids),
+                "cached_tokens": cached,
+                "cached_tokens_details": {"device": cached, "host": 0},
+                "finish_reason": {"type": "length"} if done else None,
+            }
+            await self._send(response, {"output_ids": fresh if self.incremental else ids, "meta_info": meta})
+            if done:
+                return
+
+    @staticmethod
+    async def _send(response: web.StreamResponse, payload: dict[str, Any]) -> None:
+        await response.write(b"data: " + json.dumps(payload).encode() + b"\n\n")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        self.flushes += 1
+        return web.Response()
+
+    async def _info(self, request: web.Request) -> web.Response:
+        state = {"effective_max_running_requests_per_dp": 4}
+        return web.json_response({"version": "fake", "internal_states": [state], "page_size": 1})
+
+
+def main() -> None:
+    """Run as a process in the place of a server: ``fakes.py PORT [arguments]``.
+
+    ``--die`` prints a reason and ends at once, ``--die-after N`` at the N-th prompt; ``--hit PERCENT`` of every prompt
+    is reported cached; ``--refuse`` answers every request with an error.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("port", type=int)
+    parser.add_argument("--die", action="store_true")
+    parser.add_argument("--die-after", type=int, default=0)
+    parser.add_argument("--hit", type=float, default=0)
+    parser.add_argument("--refuse", action="store_true")
+    options, _ = parser.parse_known_args()
+    if options.die:
+        print("ValueError: these arguments do not go together", flush=True)
+        raise SystemExit(3)
+
+    class Fake(FakeSglang):
+        async def _generate(self, request: web.Request) -> web.StreamResponse:
+            if options.die_after and len(self.prompts) + 1 >= options.die_after:
+                print("CUDA error: out of luck", flush=True)
+                os._exit(7)
+            prompt = (await request.json())["input_ids"]
+            self.cached = [*([0] * len(self.prompts)), int(len(prompt) * options.hit / 100)]
+            return await super()._generate(request)
+
+    async def serve() -> None:
+        refusal = {"error": {"message": "not today"}} if options.refuse else None
+        fake = Fake(events=[(0.01, 1)] * 64, fail_with=refusal, port=options.port)
+        async with fake:
+            await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Whole benchmarks against fake servers: order, reports on disk, failures that keep what was measured."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from bench_rag import cli, lineup
+from bench_rag.arms import Arm
+from bench_rag.settings import visits
+from tests.bench.fakes import FakeSglang
+
+FAKES = Path(__file__).with_name("fakes.py")
+ROOT = Path(__file__).parents[2]
+SIZES = [
+    "--groups=2",
+    "--prompts-per-group=2",
+    "--prefix-len=20",
+    "--question-len=4",
+    "--output-len=3",
+    "--request-rate=inf",
+]
+TOML = """
+[arms.good]
+args = "--hit 50"
+about = "half of every prompt"
+[arms.better]
+args = "--hit 75"
+[arms.stillborn]
+args = "--die"
+[arms.mortal]
+args = "--die-after 3"
+[arms.sullen]
+args = "--refuse"
+"""
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """Runs the command line on fake servers; returns exit status and output folder."""
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib is part of Python from 3.11 on")
+    config = tmp_path / "arms.toml"
+    config.write_text(TOML)
+    monkeypatch.setattr(lineup, "launch_command", lambda model, port, args: [*fake_command(tmp_path, port), *args])
+
+    def run(*options: str) -> tuple[int, Path]:
+        out = tmp_path / "out"
+        common = ["--model", "tiny", "--config", str(config), "--host-profile", "gpu", "--out", str(out)]
+        return cli.main([*common, "--warmup", "light", *SIZES, *options]), out
+
+    return run
+
+
+def fake_command(folder: Path, port: object) -> list[str]:
+    """A fake server that the process list shows to belong to the test with this folder."""
+    return [sys.executable, str(FAKES), str(port), f"--of={folder}"]
+
+
+def no_fakes_left(folder: Path) -> bool:
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # ended meanwhile; a zombie's command line is empty
+            commands.append(path.read_bytes())
+    return not any(f"--of={folder}".encode() in command for command in commands)
+
+
+def test_everything_is_measured_reported_and_reaped(bench, tmp_path, capsys):
+    status, out = bench("--arms", "good,better", "--seeds", "1,2")
+    assert status == 0 and no_fakes_left(tmp_path)
+    data = json.loads((out / "results.json").read_text())
+    order = [(run["arm"], run["seed"]) for run in data["runs"]]
+    assert order == [("good", 1), ("better", 1), ("better", 2), ("good", 2)]
+    assert [s["hit_rate"] for s in data["summary"]] == [0.5, 0.75]
+    assert data["complete"] and data["summary"][1]["equal_outputs"] == 1.0 and data["summary"][0]["runs"] == 2
+    assert data["workloads"][0]["ceiling"]["1"] == pytest.approx(20 / 24 / 2)
+    assert data["runs"][0]["server"]["version"] == "fake" and data["runs"][0]["server"]["max_running_requests"] == 4
+    requests = [json.loads(line) for line in (out / "requests.jsonl").read_text().splitlines()]
+    assert len(requests) == 4 * 4 and all(r["ttft_ms"] > 0 and r["prompt_tokens"] == 24 for r in requests)
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "41.7% hit rate" in printed  # the ceiling
+    assert re.search(r"^good +50\.0 ± 0\.0 .* ref +0$", printed, re.M)
+    assert re.search(r"^better +75\.0 ± 0\.0 .* 100\.0 ± 0\.0 +0$", printed, re.M)
+    report = (out / "report.md").read_text()
+    assert "half of every prompt" in report and "![" in report and "| TTFT ms p99 |" in re.sub(" +", " ", report)
+
+
+def test_an_arm_that_does_not_start_leaves_the_others(bench, tmp_path, capsys):
+    status, out = bench("--arms", "stillborn,good", "--seeds", "1,2")
+    assert status == 1 and no_fakes_left(tmp_path)
+    data = json.loads((out / "results.json").read_text())
+    assert [run["arm"] for run in data["runs"]] == ["good", "good"] and not data["complete"]
+    (failure,) = data["failures"]  # the second seed does not try again
+    assert failure["detail"] == "ValueError: these arguments do not go together"
+    output = capsys.readouterr()
+    assert "stillborn failed: the server ended while starting, exit status 3" in output.err
+    assert "ValueError: these arguments do not go together" in output.err
+    assert re.search(r"^stillborn .* not measured$", output.out, re.M)
+
+
+def test_an_arm_that_dies_keeps_what_was_measured(bench, tmp_path, capsys):
+    status, out = bench("--arms", "good,mortal")
+    assert status == 1
+    data = json.loads((out / "results.json").read_text())
+    assert [run["arm"] for run in data["runs"]] == ["good"]
+    assert "the server ended during mortal gsp seed 1, exit status 7" in data["failures"][0]["sentence"]
+    assert "CUDA error: out of luck" in data["failures"][0]["detail"]
+
+
+def test_an_arm_that_refuses_says_why(bench, tmp_path, capsys):
+    status, out = bench("--arms", "sullen", "--warmup", "none")
+    assert status == 1 and not (out / "report.png").exists()
+    assert "every request of sullen gsp seed 1 failed" in capsys.readouterr().err
+    assert "not today" in json.loads((out / "results.json").read_text())["failures"][0]["sentence"]
+
+
+def test_several_workloads_on_one_server(bench, tmp_path, capsys):
+    status, out = bench("--arms", "good", "--workload", "gsp,burst", "--batch", "2,8")
+    data = json.loads((out / "results.json").read_text())
+    assert status == 0
+    assert [run["workload"] for run in data["runs"]] == ["gsp", "burst-2", "burst-8"]
+    assert data["summary"][2]["steady_throughput"] > 0
+    assert "at most 4 requests at once, fewer than burst-8" in capsys.readouterr().err
+
+
+def test_terminated_benchmark_leaves_no_server(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import sys\nfrom bench_rag import cli, lineup\n"
+        f"command = {fake_command(tmp_path, 'PORT')!r}\n"
+        f"lineup.launch_command = lambda model, port, args: [*command[:2], str(port), *command[3:]]\n"
+        f"sys.exit(cli.main(['--model', 'x', '--arms', 'plain', '--host-profile', 'gpu', '--request-rate', '0.01',\n"
+        f"                   '--prefix-len', '10', '--warmup', 'none', '--out', {str(tmp_path / 'out')!r}]))\n"
+    )
+    process = subprocess.Popen([sys.executable, str(program)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        deadline = time.monotonic() + 20
+        while no_fakes_left(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not no_fakes_left(tmp_path)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+    assert no_fakes_left(tmp_path)
+
+
+def test_running_server_by_address(tmp_path, capsys):
+    """``--url`` measures a server it did not start, flushes it before each run, and leaves it running."""
+    fake = FakeSglang(events=[(0.01, 1)] * 3, cached=[0, 12])
+    address: list[str] = []
+    up, done = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with fake as url:
+            address.append(url)
+            up.set()
+            while not done.is_set():
+                await asyncio.sleep(0.02)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert up.wait(10)
+        options = ["--url", address[0], "--name", "mine", "--warmup", "none", "--out", str(tmp_path), "--seeds", "1,2"]
+        assert cli.main([*options, *SIZES]) == 0
+    finally:
+        done.set()
+        thread.join()
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert fake.flushes == 2 and len(fake.prompts) == 8
+    assert [run["figures"]["cached_tokens"] for run in data["runs"]] == [12, 0]
+    assert "mine" in capsys.readouterr().out
+
+
+def test_rounds_rotate_so_that_no_arm_is_always_first():
+    a, b, c = (Arm(name, "") for name in "abc")
+    order = [(v.arm.name, v.seeds) for v in visits([a, b, c], [7, 8], "interleaved")]
+    assert order == [("a", (7,)), ("b", (7,)), ("c", (7,)), ("b", (8,)), ("c", (8,)), ("a", (8,))]
+    assert [(v.arm.name, v.seeds) for v in visits([a, b], [7, 8], "grouped")] == [("a", (7, 8)), ("b", (7, 8))]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ([], "name a model with --model, a running server with --url, or try --demo"),
+        (["--url", "localhost:1"], "--url needs an address such as"),
+        (["--url", "http://127.0.0.1:1", "--arms", "plain"], "--url measures a running server"),
+        (["--model", "m", "--arms", "best"], "no arm is called 'best'"),
+        (["--model", "m", "--workload", "agent"], "no workload is called 'agent'"),
+        (["--model", "m", "--turns", "3"], "--turns has no meaning for gsp"),
+        (["--model", "m", "--batch", "3"], "--batch has no meaning for gsp"),
+        (["--model", "m", "--request-rate", "0"], "request-rate must be above 0"),
+        (["--model", "m", "--groups", "0"], "groups must be at least 1"),
+        (["--model", "m", "--config", "/nowhere.toml"], "cannot read /nowhere.toml"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_line(options, sentence, capsys):
+    assert cli.main(["--host-profile", "gpu", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("bench_rag: ") and sentence in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [["--seeds", "1,1"], ["--seeds", "x"], ["--token-ids", "9"], ["--groups", "many"]])
+def test_values_that_do_not_parse_are_one_line(options, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(options)
+    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_unreachable_server_is_one_line(tmp_path, capsys):
+    assert cli.main(["--url", "http://127.0.0.1:9", "--out", str(tmp_path), "--quiet"]) == 1
+    assert capsys.readouterr().err == "bench_rag: server failed: no healthy server answers at http://127.0.0.1:9\n"
+
+
+def test_server_arguments_may_start_with_a_dash():
+    options = cli.parser().parse_args(cli._joined(["--server-args", "--sleep-on-idle", "--seeds", "3"]))
+    assert options.server_args == "--sleep-on-idle" and options.seeds == [3]

@@ -1,0 +1,165 @@
+"""Random traces of a scheduler over the real pools; every row and every cached slot is compared after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import HealthCheck, note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.plugin import launch
+from tests.plugin.machine import Machine, Request, Sizes, Snapshot
+
+ROWS, SLOTS = 3, 7
+# name of a method, and how often it is taken. One rule draws from this table: Hypothesis switches rules off at
+# random in every example, and a trace without extends or decodes tests nothing.
+STEPS = {
+    "decode": 6,
+    "decode_over_a_track_boundary": 4,
+    "extend": 4,
+    "extend_with_decode_rows": 4,
+    "admit": 3,
+    "admit_a_prefix_hit": 3,
+    "finish_and_donate": 2,
+    "finish_with_a_step_too_many": 2,
+    "abort_or_retract": 1,
+    "reuse_at_once": 3,
+    "evict": 1,
+    "flush": 1,
+}
+
+
+class Traces(RuleBasedStateMachine):
+    """What a scheduler may do to requests, in any order: a step is one launch, or a change of hands without one."""
+
+    @initialize(capacity=st.integers(1, 4), seed=st.integers(0, 99))
+    def start(self, capacity: int, seed: int) -> None:
+        launch.publish_flag()
+        self.machine = Machine(Sizes(rows=ROWS, slots=SLOTS, capacity=capacity), seed)
+        self.cached: list[Snapshot] = []
+        self.sources: dict[Request, Snapshot] = {}  # prefixes of requests that have not run yet: not to be evicted
+        for prompt in (2, 5):
+            request = self.machine.admit()
+            assert request is not None
+            self.machine.extend({request: prompt})
+
+    @rule(name=st.sampled_from([name for name, often in STEPS.items() for _ in range(often)]), data=st.data())
+    def step(self, name: str, data: st.DataObject) -> None:
+        self.data = data
+        if not self.started:
+            self.admit()
+            self.extend()
+        note(f"{name}: {len(self.machine.running)} running, {len(self.cached)} cached")
+        getattr(self, name)()
+
+    @invariant()
+    def everything_is_exact(self) -> None:
+        if hasattr(self, "machine"):
+            self.machine.check(self.cached)
+
+    # -- drawing ------------------------------------------------------------------------------------------------------
+
+    @property
+    def started(self) -> list[Request]:
+        return [request for request in self.machine.running if request.started]
+
+    def number(self, low: int, high: int) -> int:
+        return self.data.draw(st.integers(low, high))
+
+    def one_of(self, requests: Sequence[Request]) -> Request:
+        return self.data.draw(st.sampled_from(requests))
+
+    def some_of(self, requests: Sequence[Request]) -> list[Request]:
+        """At least one, in random order, as batches come."""
+        order = self.data.draw(st.permutations(range(len(requests))))
+        return [requests[i] for i in order[: self.number(1, len(requests))]]
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def admit(self, prefix: Snapshot | None = None) -> None:
+        request = self.machine.admit(prefix)
+        if request is not None and prefix is not None:
+            self.sources[request] = prefix
+
+    def admit_a_prefix_hit(self) -> None:
+        self.admit(self.data.draw(st.sampled_from(self.cached)) if self.cached else None)
+
+    def extend(self, with_decode_rows: bool = False) -> None:
+        """First chunks, further chunks, and rows that decoded before, as a session that goes on makes them."""
+        chunks = {request: self.number(1, 4) for request in self.some_of(self.machine.running)[:2]}
+        riders = [request for request in self.started if request not in chunks] if with_decode_rows else []
+        self.machine.extend(chunks, riders)
+        for request in chunks:
+            self.sources.pop(request, None)
+
+    def extend_with_decode_rows(self) -> None:
+        self.extend(with_decode_rows=True)
+
+    def decode(self) -> None:
+        batch = self.some_of(self.started)
+        for _ in range(self.number(1, 4)):
+            self.machine.decode(batch, padding=self.number(0, 2))
+
+    def decode_over_a_track_boundary(self) -> None:
+        batch = self.some_of(self.started)
+        track = {}
+        for request in self.some_of(batch):
+            slot = self.machine.pool.mamba_allocator.alloc(1)
+            track[request] = -1 if slot is None else slot
+        self.cached += self.machine.decode(batch, track=track, padding=self.number(0, 1))
+
+    def finish_and_donate(self) -> None:
+        snapshot = self.machine.release(self.one_of(self.started), donate=True)
+        assert snapshot is not None
+        self.cached.append(snapshot)
+
+    def finish_with_a_step_too_many(self) -> None:
+        request = self.one_of(self.started)
+        self.machine.decode([other for other in self.started if other is not request], dead=[request])
+        self.machine.release(request)
+
+    def abort_or_retract(self) -> None:
+        request = self.one_of(self.machine.running)
+        self.machine.release(request)
+        self.sources.pop(request, None)
+
+    def reuse_at_once(self) -> None:
+        """The freed row and slot go to the next request without a launch in between."""
+        self.abort_or_retract()
+        request = self.machine.admit()
+        assert request is not None
+        self.machine.extend({request: self.number(1, 6)})
+
+    def evict(self) -> None:
+        free = [snapshot for snapshot in self.cached if snapshot not in self.sources.values()]
+        if free:
+            snapshot = self.data.draw(st.sampled_from(free))
+            self.cached.remove(snapshot)
+            self.machine.drop(snapshot)
+
+    def flush(self) -> None:
+        self.machine.pool.clear()
+        self.machine.running.clear()
+        self.cached.clear()
+        self.sources.clear()
+
+
+class LongTraces(Traces):
+    """The same, longer and different each time."""
+
+
+TestTraces = Traces.TestCase
+TestTraces.settings = settings(
+    max_examples=10,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+TestLongTraces = pytest.mark.long(LongTraces.TestCase)
+TestLongTraces.settings = settings(
+    TestTraces.settings, max_examples=150, stateful_step_count=60, derandomize=False, print_blob=True
+)

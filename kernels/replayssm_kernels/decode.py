@@ -2,30 +2,33 @@
 
 For one v-head with checkpoint S (V x K), p pending records (u_j, k_j, g_j) and this token's q, k, v, g, beta:
 
-    G   = g + sum_j g_j                  decay since the checkpoint
-    G_j = g + sum of g_i, i younger      decay since record j
-    s_j = e^{G_j} (k_j . q)      r_j = e^{G_j} (k_j . k)
-    u   = beta (v - e^G S k - sum_j r_j u_j)
-    o   = e^G S q + sum_j s_j u_j + (k . q) u
+    G   = g + sum_j g_j                  log-decay since the checkpoint    (g: a number for GDN, a K-vector for KDA,
+    G_j = g + sum of g_i, i younger      log-decay since record j           e^G then multiplies channel by channel)
+    s_j = (e^{G_j} k_j) . q      r_j = (e^{G_j} k_j) . k
+    u   = beta (v - S (e^G k) - sum_j r_j u_j)
+    o   = S (e^G q) + sum_j s_j u_j + (k . q) u
     record p := (u, k, g)
 
-q and k are l2-normalised, q also scaled. The ring keeps the raw key, which is exact in the activation dtype,
-and u times the key's reciprocal norm, so that u_j k_j is the product of what is stored. S and u_j are
-projected, never a V x K sum formed.
+q and k are l2-normalised, q also scaled. The ring keeps the raw key, which is exact in the activation dtype, and u
+times the key's reciprocal norm, so that u_j k_j is the product of what is stored. S and u_j are projected; a V x K
+sum is never formed.
 
-Bytes per step and v-head: V K (state) read once; p (V s_u + 4) + p K s_k / (HV / H) of records read; one
+Bytes per step and v-head: V K s_state read; p V s_u + p K s_k / (HV / H) + 4 p (KDA: 4 p K) of records read; one
 record written.
 
     mixed_qkv  [B, 2 H K + HV V]      q heads, k heads, v heads, after the convolution; row stride free
-    a, b       [B, HV]                row strides free
-    A_log      [HV] fp32, dt_bias [HV] any float
+    a          [B, HV]                GDN; row stride free
+               [B, HV K]              KDA
+    b          [B, HV]                row stride free
+    A_log      [HV] fp32
+    dt_bias    [HV] (KDA: [HV K])     any float
     state      [slots, HV, V, K]      one layer of the pool; slot stride free, the rest contiguous
     out        [B, HV, V]             contiguous, in mixed_qkv's dtype unless the caller brings another
     ring       see ring.py
 
-One program owns (request, v-head, V / SPLIT rows) and walks its rows in tiles of BV, so keys and weights are
-computed once. K is cut into register chunks of at most 32: a row's sum over K then needs three shuffles for
-four rows, not five for one.
+One program owns (request, v-head, V / SPLIT rows) and walks its rows in tiles of BV, so keys and weights are computed
+once. K is cut into register chunks of at most 32: a row's sum over K then needs three shuffles for four rows, not
+five for one.
 """
 
 from __future__ import annotations
@@ -37,10 +40,12 @@ import triton
 import triton.language as tl
 
 from .cursors import PAD
-from .gates import INTERPRETED, softplus
+from .gates import GATE_KINDS, GDN, INTERPRETED, KDA, RECORDS, log_decay
 from .ring import STATE_DTYPES, Ring
 
 _PAD = tl.constexpr(PAD)
+_GDN = tl.constexpr(GDN)
+_KDA = tl.constexpr(KDA)
 
 
 @triton.jit
@@ -80,6 +85,7 @@ def _project(tile, x, NC: tl.constexpr):
 
 @triton.jit
 def _times(x, factor, NC: tl.constexpr):
+    """Chunked vector times a number."""
     chunks = ()
     for c in tl.static_range(NC):
         chunks = chunks + (x[c] * factor,)
@@ -87,15 +93,27 @@ def _times(x, factor, NC: tl.constexpr):
 
 
 @triton.jit
+def _times_each(x, y, NC: tl.constexpr):
+    """Chunked vector times another, channel by channel."""
+    chunks = ()
+    for c in tl.static_range(NC):
+        chunks = chunks + (x[c] * y[c],)
+    return chunks
+
+
+@triton.jit
 def _decode_kernel(
-    mixed_qkv, a, b, A_log, dt_bias, out, state, ring_u, ring_k, ring_g, slots, rows, pending, scale,
+    mixed_qkv, a, b, A_log, dt_bias, out, state, ring_u, ring_k, ring_g, slots, rows, pending, scale, lower_bound,
     s_qkv, s_a, s_b, s_state, s_u, s_k, s_g,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    LT: tl.constexpr, CH: tl.constexpr, BV: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    GATE: tl.constexpr, BOUNDED: tl.constexpr,
+    RB: tl.constexpr, CH: tl.constexpr, BV: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     NC: tl.constexpr = K // CH
+    NB: tl.constexpr = (L + RB - 1) // RB
     TILES: tl.constexpr = V // SPLIT // BV
     GROUP: tl.constexpr = HV // H
+    G_RECORD: tl.constexpr = 1 if GATE == _GDN else K  # numbers that a record's gate has
     i_split = tl.program_id(0)
     i_hv = tl.program_id(1)
     i_n = tl.program_id(2)
@@ -103,7 +121,7 @@ def _decode_kernel(
     v0 = i_split * (V // SPLIT)
     oc = tl.arange(0, CH)
     ov = tl.arange(0, BV)
-    r = tl.arange(0, LT)  # newest first: tile row r is record p - 1 - r
+    orb = tl.arange(0, RB)
 
     slot = tl.load(slots + i_n).to(tl.int64)
     p = tl.load(pending + i_n)
@@ -118,15 +136,8 @@ def _decode_kernel(
     p_state = state + slot * s_state + i_hv * (V * K) + (v0 + ov)[:, None] * K + oc[None, :]
     if TILES == 1:  # the longest load first: everything up to its use hides behind it
         tile = _load(p_state, NC, CH)
-    record = p - 1 - r
-    live = r < p
 
-    # Records: keys, and the gates one place younger than each record (row 0 takes this token's gate).
-    p_key = ring_k + row * s_k + i_h * (L * K) + record[:, None] * K + oc[None, :]
-    p_g = ring_g + row * s_g + i_hv * L
-    younger = tl.load(p_g + record + 1, mask=live & (r > 0), other=0.0)
-    oldest = tl.load(p_g, mask=p > 0, other=0.0)
-
+    # This token.
     p_q = mixed_qkv + i_n * s_qkv + i_h * K + oc
     q = _load_f32(p_q, NC, CH)
     k = _load_f32(p_q + H * K, NC, CH)
@@ -134,36 +145,89 @@ def _decode_kernel(
     k_norm = tl.rsqrt(_dot_chunks(k, k, NC) + 1e-6)
     q = _times(q, q_norm, NC)
     qk = _dot_chunks(q, k, NC) * k_norm
-    # SGLang rounds beta to b's dtype, in prefill too; without that a long output drifts from plain decode.
-    beta = tl.sigmoid(tl.load(b + i_n * s_b + i_hv).to(tl.float32)).to(b.dtype.element_ty).to(tl.float32)
-    x = tl.load(a + i_n * s_a + i_hv).to(tl.float32) + tl.load(dt_bias + i_hv).to(tl.float32)
-    g = -tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * softplus(x)
+    beta = tl.sigmoid(tl.load(b + i_n * s_b + i_hv).to(tl.float32))
+    rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
+    p_g = ring_g + row * s_g + i_hv * (L * G_RECORD)
+    if GATE == _GDN:
+        # SGLang rounds GDN's beta to b's dtype, in prefill too; without that outputs drift from plain decode.
+        beta = beta.to(b.dtype.element_ty).to(tl.float32)
+        x = tl.load(a + i_n * s_a + i_hv).to(tl.float32) + tl.load(dt_bias + i_hv).to(tl.float32)
+        g = log_decay(x, rate, lower_bound, BOUNDED)
+    else:
+        p_a = a + i_n * s_a + i_hv * K + oc
+        p_dt = dt_bias + i_hv * K + oc
+        g = ()
+        for c in tl.static_range(NC):
+            x = tl.load(p_a + c * CH).to(tl.float32) + tl.load(p_dt + c * CH).to(tl.float32)
+            g = g + (log_decay(x, rate, lower_bound, BOUNDED),)
 
-    weight = tl.where(live, tl.exp(tl.cumsum(tl.where(r == 0, g, younger), 0)), 0.0)
-    decay = tl.exp(g + tl.sum(younger, 0) + oldest)
-    keys = ()
-    for c in tl.static_range(NC):
-        keys = keys + (tl.load(p_key + c * CH, mask=live[:, None], other=0.0),)
-    score_q = _project(keys, q, NC) * weight
-    score_k = _project(keys, k, NC) * (weight * k_norm)
-    zq = _times(q, decay, NC)
-    zk = _times(k, decay * k_norm, NC)
+    # Records, newest first. `since` is the log-decay since the newest record of the block that comes next.
+    since = g
+    score_q = ()
+    score_k = ()
+    for n in tl.static_range(NB):
+        r = n * RB + orb
+        record = p - 1 - r
+        live = r < p
+        p_key = ring_k + row * s_k + i_h * (L * K) + record[:, None] * K + oc[None, :]
+        sq = tl.zeros([RB, CH], tl.float32)
+        sk = tl.zeros([RB, CH], tl.float32)
+        further = ()
+        for c in tl.static_range(NC):
+            key = tl.load(p_key + c * CH, mask=live[:, None], other=0.0).to(tl.float32)
+            if GATE == _KDA:
+                p_younger = p_g + (record + 1)[:, None] * K + oc[None, :] + c * CH
+                younger = tl.load(p_younger, mask=(live & (r > 0))[:, None], other=0.0)
+                key *= tl.exp(since[c][None, :] + tl.cumsum(younger, 0))
+                further = further + (since[c] + tl.sum(younger, 0),)
+            sq += key * q[c][None, :]
+            sk += key * k[c][None, :]
+        if GATE == _GDN:
+            younger = tl.load(p_g + record + 1, mask=live & (r > 0), other=0.0)
+            weight = tl.where(live, tl.exp(since + tl.cumsum(younger, 0)), 0.0)
+            score_q = score_q + (tl.sum(sq, 1) * weight,)
+            score_k = score_k + (tl.sum(sk, 1) * (weight * k_norm),)
+            since += tl.sum(younger, 0)
+        else:
+            score_q = score_q + (tl.sum(sq, 1),)
+            score_k = score_k + (tl.sum(sk, 1) * k_norm,)
+            since = further
+
+    # The checkpoint is older than the oldest record by that record's own gate.
+    k = _times(k, k_norm, NC)
+    if GATE == _GDN:
+        decay = tl.exp(since + tl.load(p_g, mask=p > 0, other=0.0))
+        zq = _times(q, decay, NC)
+        zk = _times(k, decay, NC)
+    else:
+        decay = ()
+        for c in tl.static_range(NC):
+            decay = decay + (tl.exp(since[c] + tl.load(p_g + c * CH + oc, mask=oc < p * CH, other=0.0)),)
+        zq = _times_each(q, decay, NC)
+        zk = _times_each(k, decay, NC)
 
     p_u = ring_u + row * s_u + i_hv * (L * V) + v0
     p_v = mixed_qkv + i_n * s_qkv + 2 * H * K + i_hv * V + v0 + ov
     for i in tl.range(0, TILES, num_stages=STAGES):
         if TILES > 1:
             tile = _load(p_state + i * (BV * K), NC, CH)
-        p_old = p_u + i * BV + record[:, None] * V + ov[None, :]
-        u_old = tl.load(p_old, mask=live[:, None], other=0.0).to(tl.float32)
-        v = tl.load(p_v + i * BV).to(tl.float32)
-        u = beta * (v - _project(tile, zk, NC) - tl.sum(u_old * score_k[:, None], 0))
-        o = _project(tile, zq, NC) + tl.sum(u_old * score_q[:, None], 0) + u * qk
-        tl.store(p_out + i * BV, o.to(out.dtype.element_ty))
+        hk = _project(tile, zk, NC)
+        o = _project(tile, zq, NC)
+        for n in tl.static_range(NB):
+            p_old = p_u + i * BV + (p - 1 - n * RB - orb)[:, None] * V + ov[None, :]
+            u_old = tl.load(p_old, mask=(n * RB + orb < p)[:, None], other=0.0).to(tl.float32)
+            hk += tl.sum(u_old * score_k[n][:, None], 0)
+            o += tl.sum(u_old * score_q[n][:, None], 0)
+        u = beta * (tl.load(p_v + i * BV).to(tl.float32) - hk)
+        tl.store(p_out + i * BV, (o + u * qk).to(out.dtype.element_ty))
         tl.store(p_u + p * V + i * BV + ov, (u * k_norm).to(ring_u.dtype.element_ty))
 
     if i_split == 0:
-        tl.store(p_g + p, g)
+        if GATE == _GDN:
+            tl.store(p_g + p, g)
+        else:
+            for c in tl.static_range(NC):
+                tl.store(p_g + p * K + c * CH + oc, g[c])
         if i_hv % GROUP == 0:
             p_new = ring_k + row * s_k + i_h * (L * K) + p * K + oc
             for c in tl.static_range(NC):
@@ -179,20 +243,19 @@ class DecodeConfig(NamedTuple):
     stages: int
 
 
-def choose_config(batch: int, v_heads: int, value_dim: int) -> DecodeConfig:
-    """Small batches split V to fill the GPU; large ones give each (request, v-head) to one program and
-    pipeline its loop.
-    """
+def choose_config(batch: int, v_heads: int, value_dim: int, key_dim: int) -> DecodeConfig:
+    """Small batches split V to fill the GPU; in large ones a program owns a (request, v-head) and loops over V."""
     if INTERPRETED:
         return DecodeConfig(block_v=value_dim, split=1, warps=1, stages=1)
     heads = batch * v_heads
+    wide = max(1, key_dim // 128)  # warps that keep a tile's share of a thread at that of K = 128
     if heads < 132 * 4:
         block = min(16, value_dim)
-        return DecodeConfig(block_v=block, split=value_dim // block, warps=1, stages=1)
+        return DecodeConfig(block_v=block, split=value_dim // block, warps=wide, stages=1)
     block = min(32, value_dim)
     if heads < 132 * 16:
-        return DecodeConfig(block_v=block, split=value_dim // block, warps=1, stages=1)
-    return DecodeConfig(block_v=block, split=1, warps=1, stages=2)
+        return DecodeConfig(block_v=block, split=value_dim // block, warps=2 * wide, stages=1)
+    return DecodeConfig(block_v=block, split=1, warps=wide, stages=2)
 
 
 def _check(
@@ -201,20 +264,20 @@ def _check(
 ) -> None:  # fmt: skip
     s = ring.shape
     batch = mixed_qkv.shape[0]
+    gates = s.v_heads * s.gate_width
     width = 2 * s.k_heads * s.key_dim + s.v_heads * s.value_dim
-    if mixed_qkv.shape != (batch, width) or mixed_qkv.stride(1) != 1:
-        raise ValueError(f"mixed_qkv must be [B, {width}] with contiguous rows, got {tuple(mixed_qkv.shape)}")
+    for name, t, columns in (("mixed_qkv", mixed_qkv, width), ("a", a, gates), ("b", b, s.v_heads)):
+        if t.shape != (batch, columns) or t.stride(1) != 1:
+            raise ValueError(f"{name} must be [{batch}, {columns}] with contiguous rows, got {tuple(t.shape)}")
     if mixed_qkv.dtype is not s.key_dtype:
         raise ValueError(f"mixed_qkv is {mixed_qkv.dtype} but the ring keeps keys in {s.key_dtype}")
-    for name, t in (("a", a), ("b", b)):
-        if t.shape != (batch, s.v_heads) or t.stride(1) != 1:
-            raise ValueError(f"{name} must be [{batch}, {s.v_heads}] with contiguous rows, got {tuple(t.shape)}")
-    for name, t in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if t.shape != (s.v_heads,) or not t.is_contiguous():
-            raise ValueError(f"{name} must be a contiguous [{s.v_heads}], got {tuple(t.shape)}")
+    for name, t, size in (("A_log", A_log, s.v_heads), ("dt_bias", dt_bias, gates)):
+        if t.shape != (size,) or not t.is_contiguous():
+            raise ValueError(f"{name} must be a contiguous [{size}], got {tuple(t.shape)}")
     check_state(state, ring)
-    if out.shape != (batch, s.v_heads, s.value_dim) or not out.is_contiguous():
-        raise ValueError(f"out must be a contiguous [{batch}, {s.v_heads}, {s.value_dim}], got {tuple(out.shape)}")
+    wanted = batch, s.v_heads, s.value_dim
+    if out.shape != wanted or not out.is_contiguous():
+        raise ValueError(f"out must be a contiguous {wanted}, got {tuple(out.shape)}")
 
 
 def check_state(state: torch.Tensor, ring: Ring) -> None:
@@ -245,30 +308,37 @@ def decode(
     scale: float,
     out: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
+    lower_bound: float | None = None,
 ) -> torch.Tensor:
-    """One buffered decode step of one layer; appends one record per live entry and leaves the state
-    untouched.
+    """One buffered decode step of one layer; appends one record per live entry and leaves the state untouched.
 
-    Args: shapes as in the table at the top of this file. slots and rows: [B] int32 or int64. pending: [>= B]
-        int32 from `plan_step` (after which rows due for a fold must have been materialised). scale: usually K
-        ** -0.5.
-    Returns: out [B, HV, V]: zeros for padding, NaN for faulty entries. Raises ValueError for shapes that do
-        not fit the ring.
+    Args: shapes as in the table at the top of this file; for KDA a [B, HV, K] and dt_bias [HV, K] are taken as well.
+        slots, rows: [B] int32 or int64.
+        pending: [>= B] int32 from `plan_step`, after which the rows due for a fold must have been materialised.
+        scale: usually K ** -0.5.
+        lower_bound: KDA's bounded gate, a negative number; None for the softplus gate.
+    Returns: out [B, HV, V]: zeros for padding, NaN for faulty entries.
+    Raises: ValueError for shapes that do not fit the ring.
     """
     s = ring.shape
     batch = mixed_qkv.shape[0]
+    if s.gate != "gdn":
+        a, dt_bias = a.flatten(1), dt_bias.flatten()
+    elif lower_bound is not None:
+        raise ValueError("lower_bound belongs to KDA's bounded gate; this ring is GDN's")
     if out is None:
         out = torch.empty(batch, s.v_heads, s.value_dim, dtype=mixed_qkv.dtype, device=mixed_qkv.device)
     _check(mixed_qkv, a, b, A_log, dt_bias, state_layer, ring, out)
     if batch == 0:
         return out
     u, k, g = ring.layers[layer]
-    block_v, split, warps, stages = config or choose_config(batch, s.v_heads, s.value_dim)
+    block_v, split, warps, stages = config or choose_config(batch, s.v_heads, s.value_dim, s.key_dim)
     _decode_kernel[(split, s.v_heads, batch)](
-        mixed_qkv, a, b, A_log, dt_bias, out, state_layer, u, k, g, slots, rows, pending, scale,
-        mixed_qkv.stride(0), a.stride(0), b.stride(0), state_layer.stride(0), u.stride(0), k.stride(0),
-        g.stride(0), H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity, LT=max(4,
-        triton.next_power_of_2(s.capacity)), CH=min(32, s.key_dim), BV=block_v, SPLIT=split, STAGES=stages,
-        num_warps=warps, num_stages=1,
+        mixed_qkv, a, b, A_log, dt_bias, out, state_layer, u, k, g, slots, rows, pending, scale, lower_bound or 0.0,
+        mixed_qkv.stride(0), a.stride(0), b.stride(0), state_layer.stride(0), u.stride(0), k.stride(0), g.stride(0),
+        H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity,
+        GATE=GATE_KINDS[s.gate], BOUNDED=lower_bound is not None,
+        RB=min(RECORDS, max(4, triton.next_power_of_2(s.capacity))), CH=min(32, s.key_dim),
+        BV=block_v, SPLIT=split, STAGES=stages, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return out

@@ -1,12 +1,14 @@
-"""Device functions shared by the kernels: gates, record weights, and exact products on the tensor cores.
+"""Device functions shared by the kernels: gates, and exact products on the tensor cores.
 
     softplus(x) = log(1 + e^x), x itself above 20 (as SGLang's kernels cut it)
-    GDN gate    g = -exp(A_log) softplus(a + dt_bias)
+    GDN                 g = -exp(A_log) softplus(a + dt_bias)                   one number per v-head
+    KDA                 the same, or                                            one per v-head and key channel
+    KDA, bounded gate   g = lower_bound sigmoid(exp(A_log) (a + dt_bias))       lower_bound < 0
 
-Record weights. Tiles hold records *newest first*: tile row r is record p - 1 - r of p records. Its decay is
-the sum of the gates of the r younger records (and of the step's own token, if there is one), so one forward
-prefix sum over the tile gives every weight, all terms have one sign, and g = -inf (a decay of exactly 0)
-yields exp(-inf) = 0 without any inf - inf.
+Record weights. Kernels walk the records *newest first*: place r is record p - 1 - r of p records. Its decay is the
+sum of the gates of the r younger records (and of the step's own token, if there is one), so a running sum over the
+places gives every weight, all terms have one sign, and g = -inf (a decay of exactly 0) yields exp(-inf) = 0 without
+any inf - inf. Records go through in blocks of RECORDS, which keeps 64 of them within the registers.
 """
 
 from __future__ import annotations
@@ -18,6 +20,13 @@ import triton.language as tl
 
 INTERPRETED: bool = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """True when Triton's interpreter runs the kernels on the CPU (decided at import, as Triton itself does)."""
+
+RECORDS = 16
+"""Records per block: the smallest inner size of a product on the tensor cores."""
+
+GDN, KDA = 0, 1
+GATE_KINDS = {"gdn": GDN, "kda": KDA}
+"""RingShape.gate -> the kernels' GATE constant."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -53,3 +62,12 @@ def dot_exact(x, y, KEY_SPLIT: tl.constexpr):
         mid = rest.to(tl.bfloat16)
         lo = (rest - mid.to(tl.float32)).to(tl.bfloat16)
         return tl.dot(hi, y, tl.dot(mid, y, tl.dot(lo, y)))
+
+
+@triton.jit
+def log_decay(x, rate, lower_bound, BOUNDED: tl.constexpr):
+    """The gate g <= 0 of inputs x = a + dt_bias and rate = exp(A_log), in fp32."""
+    if BOUNDED:
+        return lower_bound * tl.sigmoid(rate * x)
+    else:
+        return -rate * softplus(x)

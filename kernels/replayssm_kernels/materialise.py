@@ -5,8 +5,8 @@ Fold is the case destination = source at the end of the request.
 For every entry (row, src, dst, upto) of a work list, every layer and v-head, with the row's records
 j = 0 .. upto - 1:
 
-    S[dst] = e^G S[src] + sum_j e^{G_j} u_j k_j^T
-    G: sum of all gates; G_j: sum of the gates younger than record j
+    S[dst] = S[src] e^G + sum_j u_j (e^{G_j} k_j)^T
+    G: sum of all gates; G_j: sum of the gates younger than record j; numbers for GDN, per key channel for KDA
 
     dst < 0              skipped
     upto == 0            S[dst] is a bit copy of S[src]; nothing to do if dst == src
@@ -33,10 +33,11 @@ import triton.language as tl
 
 from .cursors import WorkList
 from .decode import check_state
-from .gates import INTERPRETED, dot_exact
+from .gates import GATE_KINDS, GDN, INTERPRETED, RECORDS, dot_exact
 from .ring import Ring
 
 _PROGRAMS_PER_SM = 8
+_GDN = tl.constexpr(GDN)
 
 
 @triton.jit
@@ -44,12 +45,12 @@ def _materialise_kernel(
     state, ring_u, ring_k, ring_g, count, entries, capacity, layers,
     l_state, s_state, l_u, s_u, l_k, s_k, l_g, s_g,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    LT: tl.constexpr, BV: tl.constexpr, KEY_SPLIT: tl.constexpr,
+    GATE: tl.constexpr, RB: tl.constexpr, BV: tl.constexpr, KEY_SPLIT: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = V // BV
     ok = tl.arange(0, K)
     ov = tl.arange(0, BV)
-    r = tl.arange(0, LT)  # newest first: tile row r is record upto - 1 - r
+    G_RECORD: tl.constexpr = 1 if GATE == _GDN else K  # numbers that a record's gate has
     total = tl.load(count) * layers * (HV * TILES)
     for t in range(tl.program_id(0), total, tl.num_programs(0)):
         v = (t % TILES) * BV + ov
@@ -71,18 +72,34 @@ def _materialise_kernel(
                 if src != dst:
                     tl.store(p_dst, tl.load(p_src))
             else:
-                live = r < upto
-                record = upto - 1 - r
-                p_g = ring_g + i_layer * l_g + row * s_g + i_hv * L
-                younger = tl.load(p_g + record + 1, mask=live & (r > 0), other=0.0)
-                weight = tl.where(live, tl.exp(tl.cumsum(younger, 0)), 0.0)
-                decay = tl.exp(tl.sum(younger, 0) + tl.load(p_g))
+                p_g = ring_g + i_layer * l_g + row * s_g + i_hv * (L * G_RECORD)
                 p_u = ring_u + i_layer * l_u + row * s_u + i_hv * (L * V) + v[None, :]
                 p_k = ring_k + i_layer * l_k + row * s_k + i_h * (L * K) + ok[None, :]
-                u = tl.load(p_u + record[:, None] * V, mask=live[:, None], other=0.0).to(tl.float32)
-                key = tl.load(p_k + record[:, None] * K, mask=live[:, None], other=0.0)
-                new = dot_exact(tl.trans(u * weight[:, None]), key, KEY_SPLIT)
-                new += tl.load(p_src).to(tl.float32) * decay
+                # `since` is the log-decay since the newest record of the block that comes next.
+                since = 0.0 if GATE == _GDN else tl.zeros([K], tl.float32)
+                acc = tl.zeros([BV, K], tl.float32)
+                for first in range(0, upto, RB):
+                    r = first + tl.arange(0, RB)
+                    record = upto - 1 - r
+                    live = r < upto
+                    u = tl.load(p_u + record[:, None] * V, mask=live[:, None], other=0.0).to(tl.float32)
+                    key = tl.load(p_k + record[:, None] * K, mask=live[:, None], other=0.0)
+                    if GATE == _GDN:
+                        younger = tl.load(p_g + record + 1, mask=live & (r > 0), other=0.0)
+                        weight = tl.where(live, tl.exp(since + tl.cumsum(younger, 0)), 0.0)
+                        acc += dot_exact(tl.trans(u * weight[:, None]), key, KEY_SPLIT)
+                        since += tl.sum(younger, 0)
+                    else:
+                        p_younger = p_g + (record + 1)[:, None] * K + ok[None, :]
+                        younger = tl.load(p_younger, mask=(live & (r > 0))[:, None], other=0.0)
+                        weighted = key.to(tl.float32) * tl.exp(since[None, :] + tl.cumsum(younger, 0))
+                        acc += dot_exact(tl.trans(u), weighted, False)
+                        since += tl.sum(younger, 0)
+                # The checkpoint is older than the oldest record by that record's own gate.
+                if GATE == _GDN:
+                    new = acc + tl.load(p_src).to(tl.float32) * tl.exp(since + tl.load(p_g))
+                else:
+                    new = acc + tl.load(p_src).to(tl.float32) * tl.exp(since + tl.load(p_g + ok))[None, :]
                 tl.store(p_dst, new.to(state.dtype.element_ty))
 
 
@@ -98,9 +115,8 @@ def materialise(state: torch.Tensor, ring: Ring, worklist: WorkList, num_program
     """Carry out a work list in one launch for all layers, heads and entries.
 
     Args:
-        state: [layers, slots, HV, V, K] fp32, bf16 or fp16, the whole pool of this ring's layers, updated in
-            place.
-        worklist: from `plan_step` or `plan_forced_fold`. Destinations are distinct and no entry's source is
+        state: [layers, slots, HV, V, K] fp32, bf16 or fp16, the whole pool of this ring's layers, updated in place.
+        worklist: from `plan_step` or `plan_forced_fold`. Destinations are distinct, and no entry's source is
             another's destination.
         num_programs: size of the persistent grid; None takes `default_programs`.
 
@@ -116,6 +132,6 @@ def materialise(state: torch.Tensor, ring: Ring, worklist: WorkList, num_program
         state.stride(0), state.stride(1), ring.u.stride(0), ring.u.stride(1),
         ring.k.stride(0), ring.k.stride(1), ring.g.stride(0), ring.g.stride(1),
         H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity,
-        LT=max(16, triton.next_power_of_2(s.capacity)), BV=block_v,
-        KEY_SPLIT=s.key_dtype is torch.bfloat16, num_warps=4, num_stages=1,
+        GATE=GATE_KINDS[s.gate], RB=RECORDS, BV=block_v, KEY_SPLIT=s.key_dtype is torch.bfloat16,
+        num_warps=4, num_stages=1,
     )  # fmt: skip

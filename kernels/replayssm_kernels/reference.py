@@ -32,6 +32,20 @@ def gdn_gate(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> tor
     return (-A_log.double().exp() * torch.nn.functional.softplus(x, threshold=20.0))[..., None]
 
 
+def kda_gate(
+    a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None = None
+) -> torch.Tensor:
+    """Log-decay of KDA: a [B, HV K], A_log [HV], dt_bias [HV K] -> g [B, HV, K], always <= 0.
+
+    With a lower_bound (< 0) the gate is lower_bound sigmoid(exp(A_log) (a + dt_bias)), else GDN's formula per channel.
+    """
+    x = (a.double() + dt_bias.double()).view(a.shape[0], A_log.shape[0], -1)
+    rate = A_log.double().exp()[:, None]
+    if lower_bound is not None:
+        return lower_bound * torch.sigmoid(rate * x)
+    return -rate * torch.nn.functional.softplus(x, threshold=20.0)
+
+
 def update_rate(b: torch.Tensor, rounded: bool) -> torch.Tensor:
     """beta = sigmoid(b), [B, HV]. GDN rounds it to b's dtype (as SGLang does in prefill and decode), KDA does
     not.

@@ -34,7 +34,7 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 U_DTYPES = (torch.float32, torch.bfloat16)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GATES = ("gdn",)
+GATES = ("gdn", "kda")
 
 INERT = -2
 """checkpoint of a row that no request has held yet: treated as padding, so warm-up forwards over it touch
@@ -94,7 +94,13 @@ class RingShape:
 
     @property
     def g_shape(self) -> tuple[int, ...]:
-        return self.layers, self.rows, self.v_heads, self.capacity
+        shape = self.layers, self.rows, self.v_heads, self.capacity
+        return shape if self.gate == "gdn" else (*shape, self.key_dim)
+
+    @property
+    def gate_width(self) -> int:
+        """Numbers in one token's gate per v-head: 1 for GDN, one per key channel for KDA."""
+        return 1 if self.gate == "gdn" else self.key_dim
 
     def bytes_per_row(self) -> int:
         """Device bytes that one request row costs, all layers together (what a memory plan charges per row)."""

@@ -124,4 +124,4 @@ def _large_batch_configs() -> list[DecodeConfig]:
     """The launch shapes that a batch of three does not reach by itself."""
     from .decode import choose_config
 
-    return sorted({choose_config(batch, 48, 128) for batch in (1, 4, 16, 64, 256, 1024)})
+    return sorted({choose_config(batch, 48, 128, 128) for batch in (1, 4, 16, 64, 256, 1024)})

@@ -16,22 +16,29 @@ _START = 1000  # token count at which every request stands
 class Inputs:
     """Static input and output buffers of all layers; `draw` fills them anew.
 
-    mixed_qkv [layers, B, 2 H K + HV V] in the activation dtype, a and b [layers, B, HV] fp32, A_log and dt_bias
-    [layers, HV] fp32, out [layers, B, HV, V].
+    mixed_qkv [layers, B, 2 H K + HV V] in the activation dtype; a [layers, B, HV] (KDA: HV K) and b [layers, B, HV],
+    A_log [layers, HV] and dt_bias [layers, HV] (KDA: HV K) in fp32; out [layers, B, HV, V].
     """
 
     def __init__(
-        self, shape: RingShape, batch: int, device: torch.device, seed: int, out_dtype: torch.dtype | None = None
+        self,
+        shape: RingShape,
+        batch: int,
+        device: torch.device,
+        seed: int,
+        out_dtype: torch.dtype | None = None,
+        lower_bound: float | None = None,
     ) -> None:
-        self.shape, self.batch = shape, batch
+        self.shape, self.batch, self.lower_bound = shape, batch, lower_bound
         self.random = torch.Generator(device).manual_seed(seed)
         width = 2 * shape.k_heads * shape.key_dim + shape.v_heads * shape.value_dim
         layers, heads = shape.layers, shape.v_heads
         self.mixed_qkv = torch.empty(layers, batch, width, dtype=shape.key_dtype, device=device)
-        self.a = torch.empty(layers, batch, heads, device=device)
+        gates = heads * shape.gate_width
+        self.a = torch.empty(layers, batch, gates, device=device)
         self.b = torch.empty(layers, batch, heads, device=device)
         self.A_log = self.randn(layers, heads) * 0.5 - 1.0
-        self.dt_bias = self.randn(layers, heads) - 2.0
+        self.dt_bias = self.randn(layers, gates) - 2.0
         self.out = torch.empty(layers, batch, heads, shape.value_dim, dtype=out_dtype or shape.key_dtype, device=device)
         self.scale = shape.key_dim**-0.5
         self.draw()
@@ -55,8 +62,10 @@ class Inputs:
     def token(self, layer: int) -> reference.Token:
         """This step's inputs of one layer for the fp64 reference."""
         s = self.shape
-        g = reference.gdn_gate(self.a[layer], self.A_log[layer], self.dt_bias[layer])
-        beta = reference.update_rate(self.b[layer], rounded=True)
+        gate_inputs = self.a[layer], self.A_log[layer], self.dt_bias[layer]
+        gdn = s.gate == "gdn"
+        g = reference.gdn_gate(*gate_inputs) if gdn else reference.kda_gate(*gate_inputs, self.lower_bound)
+        beta = reference.update_rate(self.b[layer], rounded=gdn)
         return reference.token(self.mixed_qkv[layer], g, beta, s.k_heads, s.key_dim, self.scale)
 
 
@@ -78,10 +87,11 @@ class Workload:
         stagger: bool = False,
         out_dtype: torch.dtype | None = None,
         config: DecodeConfig | None = None,
+        lower_bound: float | None = None,
     ) -> None:
         device = torch.device(device)
         self.shape, self.config = shape, config
-        self.inputs = Inputs(shape, batch, device, seed, out_dtype)
+        self.inputs = Inputs(shape, batch, device, seed, out_dtype, lower_bound)
         self.state = self.inputs.random_state(batch + 1, state_dtype)
         self.ring = Ring.allocate(shape, device)
         self.plan = StepPlan.allocate(batch, device)
@@ -106,6 +116,7 @@ class Workload:
             decode(
                 x.mixed_qkv[layer], x.a[layer], x.b[layer], x.A_log[layer], x.dt_bias[layer], self.state[layer],
                 self.ring, layer, self.slots, self.rows, self.plan.pending, x.scale, x.out[layer], self.config,
+                x.lower_bound,
             )  # fmt: skip
         return x.out
 

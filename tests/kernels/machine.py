@@ -5,6 +5,7 @@ oracle.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -54,6 +55,18 @@ def make_shape(**changes: object) -> RingShape:
     return RingShape(**{**base, **changes})
 
 
+class Gate(NamedTuple):
+    """A gate kind: RingShape.gate, and KDA's lower bound where the gate is bounded."""
+
+    kind: str
+    lower_bound: float | None = None
+
+
+each_gate = pytest.mark.parametrize(
+    "gate", [Gate("gdn"), Gate("kda"), Gate("kda", -5.0)], ids=["gdn", "kda", "kda-bounded"]
+)
+
+
 @dataclass
 class Inputs:
     """One layer's inputs of one step."""
@@ -74,8 +87,10 @@ class Machine:
         state_dtype: torch.dtype = torch.float32,
         seed: int = 0,
         poison: bool = True,
+        lower_bound: float | None = None,
     ) -> None:
         self.shape = shape
+        self.lower_bound = lower_bound
         self.random = torch.Generator().manual_seed(seed)
         self.ring = Ring.allocate(shape, DEVICE)
         if poison:  # a record that is read before it was written shows up as NaN
@@ -94,7 +109,7 @@ class Machine:
         )
         self.scale = shape.key_dim**-0.5
         self.A_log = self.randn(shape.layers, shape.v_heads) - 1.0
-        self.dt_bias = self.randn(shape.layers, shape.v_heads)
+        self.dt_bias = self.randn(shape.layers, shape.v_heads * shape.gate_width)
         self.oracle = [reference.Sequential() for _ in range(shape.layers)]
         self.row: dict[int, int] = {}
         self.slot: dict[int, int] = {}
@@ -125,18 +140,20 @@ class Machine:
         return [
             Inputs(
                 self.randn(batch, width).to(s.key_dtype),
-                self.randn(batch, s.v_heads),
+                self.randn(batch, s.v_heads * s.gate_width),
                 self.randn(batch, s.v_heads),
             )
             for _ in range(s.layers)
         ]
 
     def gate(self, layer: int, x: Inputs) -> torch.Tensor:
-        return reference.gdn_gate(x.a, self.A_log[layer], self.dt_bias[layer])
+        if self.shape.gate == "gdn":
+            return reference.gdn_gate(x.a, self.A_log[layer], self.dt_bias[layer])
+        return reference.kda_gate(x.a, self.A_log[layer], self.dt_bias[layer], self.lower_bound)
 
     def token(self, layer: int, x: Inputs) -> reference.Token:
         s = self.shape
-        beta = reference.update_rate(x.b, rounded=True)
+        beta = reference.update_rate(x.b, rounded=s.gate == "gdn")
         return reference.token(x.mixed_qkv, self.gate(layer, x), beta, s.k_heads, s.key_dim, self.scale)
 
     def step(
@@ -183,7 +200,7 @@ class Machine:
         slots = self.ints([self.slot.get(r, -1) for r in requests], torch.int32)
         return decode(
             x.mixed_qkv, x.a, x.b, self.A_log[layer], self.dt_bias[layer], self.state[layer], self.ring,
-            layer, slots, rows, self.plan.pending, self.scale,
+            layer, slots, rows, self.plan.pending, self.scale, lower_bound=self.lower_bound,
         )  # fmt: skip
 
     def fold(self, requests: list[int]) -> None:

@@ -23,6 +23,12 @@ def gate_input(decay: float) -> float:
     return math.log(math.expm1(g)) if g < 20 else g
 
 
+def bounded_input(decay: float, lower_bound: float) -> float:
+    """The gate input x with exp(lower_bound sigmoid(x)) = decay."""
+    share = math.log(decay) / lower_bound
+    return math.log(share / (1 - share)) if share > 0 else -float("inf")
+
+
 def machine(decays: list[float], **changes: object) -> tuple[Machine, torch.Tensor]:
     """One v-head per decay (a layer's gate input stands still), and the gate inputs a [1, HV]."""
     m = Machine(make_shape(v_heads=len(decays), **changes))
@@ -78,6 +84,22 @@ def test_long_decodes_stay_within_the_bound(decays: list[float], steps: int) -> 
     assert m.ring.faults == 0
 
 
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("steps", [256, pytest.param(4096, marks=pytest.mark.long)])
+def test_kda_channels_of_every_speed(steps: int, lower_bound: float | None) -> None:
+    """One head whose key channels range from decays of exactly 1 over 0.99999 to 0 (bounded: to e^-5)."""
+    decays = [1.0, 0.99999, 0.9995, 0.99, 0.9, 0.5, 0.1, 1e-2] * 2 if lower_bound else [1.0, 0.99999, 0.9995, 0.0] * 4
+    x = [bounded_input(d, lower_bound) if lower_bound else gate_input(d) for d in decays]
+    m = Machine(make_shape(v_heads=1, gate="kda", capacity=16), lower_bound=lower_bound)
+    m.A_log.zero_()
+    m.dt_bias.zero_()
+    m.start(1, row=1, slot=1, length=100)
+    output_error, state_error = run(m, steps, torch.tensor([x], device=DEVICE))
+    print(f"outputs {output_error:.1e}, state {state_error:.1e}")
+    assert output_error <= BOUND
+    assert state_error <= BOUND
+
+
 def test_slow_gates_keep_their_digits() -> None:
     """log(1 + e) in float32 would put a decay of 0.99999 off by half a percent of 1 - decay; ours keeps 1e-6 of it."""
     m, a = machine([0.99999], capacity=4)
@@ -90,13 +112,15 @@ def test_slow_gates_keep_their_digits() -> None:
     assert abs(naive / exact - 1) > 1e-3, "this input no longer separates the two formulas"
 
 
-def test_small_gates_after_a_strong_one() -> None:
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_small_gates_after_a_strong_one(kind: str) -> None:
     """A gate of -1e5 wipes the state; the gates of 1e-3 after it must still count. An accumulated sum loses them."""
     gates = [-0.3, -1e5] + [-1e-3] * 10
     x = [gate_input(math.exp(g)) if g > -700 else -g for g in gates]
-    m, _ = machine([0.5], capacity=16)
+    m, _ = machine([0.5], capacity=16, gate=kind)
     m.start(1, row=1, slot=1, length=5)
-    output_error, state_error = run(m, len(x), [torch.tensor([[v]], device=DEVICE) for v in x])
+    a = [torch.full((1, m.shape.gate_width), v, device=DEVICE) for v in x]
+    output_error, state_error = run(m, len(x), a)
     assert output_error <= BOUND
     assert state_error <= BOUND
     # The naive record (accumulated log-decay in float32) on the same gates: the weight of the wiping token's record.
@@ -106,13 +130,16 @@ def test_small_gates_after_a_strong_one() -> None:
     assert abs(naive / exact - 1) > 1e-3, "these gates no longer separate the two forms of a record"
 
 
-def test_alternating_decays_of_zero_and_one() -> None:
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_alternating_decays_of_zero_and_one(kind: str) -> None:
     """Log-decays of -inf and 0 anywhere in the ring: no NaN, and a wiped past stays wiped."""
-    m, _ = machine([1.0, 0.0], capacity=7)
+    m, _ = machine([1.0, 0.0], capacity=7, gate=kind)
     m.start(1, row=1, slot=1, length=5)
     off, on, half = gate_input(0.0), gate_input(1.0), gate_input(0.5)
     pattern = [(on, off), (off, off), (on, on), (half, on), (off, half), (on, off), (on, on), (on, on)]
-    output_error, state_error = run(m, 24, [torch.tensor([pattern[i % 8]], device=DEVICE) for i in range(24)])
+    width = m.shape.gate_width  # KDA: neighbouring channels take turns, so one wipe meets one hold
+    a = [torch.tensor([pattern[i % 8]], device=DEVICE).repeat(1, width).view(1, -1) for i in range(24)]
+    output_error, state_error = run(m, 24, a)
     assert output_error <= BOUND
     assert state_error <= BOUND
 

@@ -49,9 +49,10 @@ def expected(ring: Ring, state: torch.Tensor, entry: tuple[int, int, int, int]) 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 7, 16, 17])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_every_position(capacity: int, in_place: bool) -> None:
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_every_position(capacity: int, in_place: bool, kind: str) -> None:
     """upto from 0 to L: the destination is exact, everything else stays bit for bit what it was."""
-    ring, state = fill(make_shape(layers=2, capacity=capacity), torch.float32, seed=capacity)
+    ring, state = fill(make_shape(layers=2, capacity=capacity, gate=kind), torch.float32, seed=capacity)
     for upto in range(capacity + 1):
         entry = (3, 4, 4 if in_place else 7, upto)
         before = state.clone()
@@ -64,10 +65,11 @@ def test_every_position(capacity: int, in_place: bool) -> None:
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("key_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes(state_dtype: torch.dtype, key_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_dtypes(state_dtype: torch.dtype, key_dtype: torch.dtype, kind: str) -> None:
     if torch.bfloat16 in (state_dtype, key_dtype):
         need_bf16()
-    ring, state = fill(make_shape(key_dtype=key_dtype, capacity=5), state_dtype)
+    ring, state = fill(make_shape(key_dtype=key_dtype, capacity=5, gate=kind), state_dtype)
     entry = (2, 1, 8, 5)
     want = expected(ring, state, entry)
     materialise(state, ring, worklist([entry]))
@@ -77,8 +79,10 @@ def test_dtypes(state_dtype: torch.dtype, key_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "k_heads,v_heads,key_dim,value_dim", [(2, 4, 16, 32), (1, 3, 64, 16), (1, 1, 128, 128), (1, 1, 256, 256)]
 )
-def test_head_shapes(k_heads: int, v_heads: int, key_dim: int, value_dim: int) -> None:
-    shape = make_shape(k_heads=k_heads, v_heads=v_heads, key_dim=key_dim, value_dim=value_dim, capacity=6)
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_head_shapes(k_heads: int, v_heads: int, key_dim: int, value_dim: int, kind: str) -> None:
+    heads = dict(k_heads=k_heads, v_heads=v_heads, key_dim=key_dim, value_dim=value_dim)
+    shape = make_shape(**heads, capacity=6, gate=kind)
     ring, state = fill(shape, torch.float32)
     entry = (1, 2, 3, 6)
     want = expected(ring, state, entry)
@@ -131,9 +135,10 @@ def test_an_unknown_position_gives_nan_not_an_old_state(upto: int) -> None:
     assert torch.equal(state, before)
 
 
-def test_dead_records_are_never_read() -> None:
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_dead_records_are_never_read(kind: str) -> None:
     """NaN beyond `upto` and in every other row changes nothing."""
-    shape = make_shape(layers=2, capacity=5)
+    shape = make_shape(layers=2, capacity=5, gate=kind)
     ring, state = fill(shape, torch.float32)
     clean = state.clone()
     materialise(clean, ring, worklist([(3, 4, 7, 2)]))

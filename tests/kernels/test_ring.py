@@ -29,10 +29,12 @@ def test_shapes_outside_the_tested_set_are_refused_in_a_sentence(change: dict[st
         Ring.allocate(make_shape(**change), DEVICE)
 
 
-def test_bytes_per_row_is_what_is_allocated() -> None:
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_bytes_per_row_is_what_is_allocated(kind: str) -> None:
     shape = make_shape(
-        layers=3, rows=5, k_heads=2, v_heads=4, key_dim=32, capacity=7, key_dtype=torch.float16, u_dtype=torch.bfloat16
-    )
+        layers=3, rows=5, k_heads=2, v_heads=4, key_dim=32, capacity=7, gate=kind,
+        key_dtype=torch.float16, u_dtype=torch.bfloat16,
+    )  # fmt: skip
     ring = Ring.allocate(shape, DEVICE)
     allocated = sum(t.numel() * t.element_size() for t in (ring.u, ring.k, ring.g, ring.checkpoint))
     assert shape.bytes_per_row() * shape.rows == allocated

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replayssm_kernels import mark_fresh
-from tests.kernels.machine import PADDING, Machine, make_shape
+from tests.kernels.machine import PADDING, Gate, Machine, make_shape
 
 STATE_BOUND = 2e-6  # some dozens of float32 steps and folds; measured up to 5e-7
 ROWS, SLOTS = 5, 9
@@ -29,7 +29,7 @@ shapes = st.fixed_dictionaries(
         value_dim=st.sampled_from([16, 32]),
         capacity=st.sampled_from([1, 2, 3, 4, 5, 8]),
         key_dtype=st.sampled_from([torch.float32, torch.float16]),
-        state_dtype=st.sampled_from([torch.float32]),
+        gate=st.sampled_from([Gate("gdn"), Gate("kda"), Gate("kda", -5.0)]),
     )
 )
 
@@ -48,8 +48,9 @@ class Server:
             value_dim=drawn["value_dim"],
             capacity=drawn["capacity"],
             key_dtype=drawn["key_dtype"],
+            gate=drawn["gate"].kind,
         )
-        self.machine = Machine(shape, slots=SLOTS, state_dtype=drawn["state_dtype"], seed=seed)
+        self.machine = Machine(shape, slots=SLOTS, seed=seed, lower_bound=drawn["gate"].lower_bound)
         self.running: list[int] = []
         self.next_request = 1
 
@@ -108,7 +109,7 @@ class Server:
         self.running.remove(request)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(drawn=shapes, trace=actions, seed=st.integers(0, 2**16))
 def test_random_traces(drawn: dict, trace: list[tuple[str, int]], seed: int) -> None:
     play(drawn, trace, seed)

@@ -1,0 +1,92 @@
+"""Compile the kernels for an NVIDIA GPU on a machine without one; prints one JSON line per variant.
+
+Run in a process of its own without TRITON_INTERPRET (test_compile.py does): what the interpreter accepts, the compiler
+may not. Triton's wheel brings ptxas and cuobjdump.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import replayssm_kernels  # noqa: F401  (fills sys.modules: the functions shadow their modules' names)
+from replayssm_kernels.decode import choose_config
+
+TARGET = GPUTarget("cuda", 90, 32)
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+DECODE = sys.modules["replayssm_kernels.decode"]
+MATERIALISE = sys.modules["replayssm_kernels.materialise"]
+CURSORS = sys.modules["replayssm_kernels.cursors"]
+SHORT = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+
+
+def compile_one(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> dict[str, int]:
+    """Registers, spilled bytes and shared memory of one variant. Pointers and strides are 16-byte aligned."""
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else types.get(name, "i32")
+        if signature[name].startswith("*") or name.startswith(("s_", "l_")):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    compiled = triton.compile(source, target=TARGET, options=dict(num_warps=warps, num_stages=1))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return dict(registers=int(registers), spilled=int(stack), shared=compiled.metadata.shared)
+
+
+def layer_types(key: str, state: str, u: str) -> dict[str, str]:
+    names = dict.fromkeys(("mixed_qkv", "a", "b", "out", "ring_k"), "*" + key)
+    names |= dict.fromkeys(("A_log", "dt_bias", "ring_g"), "*fp32")
+    names |= dict.fromkeys(("slots", "pending", "count", "entries"), "*i32")
+    return names | dict(state="*" + state, ring_u="*" + u, rows="*i64", scale="fp32", lower_bound="fp32")
+
+
+def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
+    """(name, kernel, types, constants, warps) of what servers launch, and the corners of the supported shapes."""
+    sizes = dict(H=16, HV=48, K=128, V=128, L=16)
+    configs = sorted({choose_config(batch, 48, 128, 128) for batch in (1, 8, 32, 128, 512)})
+    for gate, state in ((0, "fp32"), (0, "bf16"), (1, "fp32"), (1, "bf16")):
+        for c in configs:
+            constants = dict(
+                sizes, GATE=gate, BOUNDED=False, RB=16, CH=32, BV=c.block_v, SPLIT=c.split, STAGES=c.stages
+            )
+            types = layer_types("bf16", state, "fp32")
+            yield f"decode gate {gate} {state} {tuple(c)}", DECODE._decode_kernel, types, constants, c.warps
+    for gate, dim, capacity, key in ((0, 256, 64, "bf16"), (0, 16, 1, "fp16"), (1, 64, 7, "fp32")):
+        c = choose_config(1, 4, dim, dim)
+        constants = dict(H=2, HV=4, K=dim, V=dim, L=capacity, GATE=gate, BOUNDED=gate == 1)
+        constants |= dict(RB=min(16, max(4, triton.next_power_of_2(capacity))), CH=min(32, dim))
+        constants |= dict(BV=c.block_v, SPLIT=c.split, STAGES=c.stages)
+        types = layer_types(key, "fp32", "bf16")
+        yield f"decode gate {gate} dim {dim} L {capacity} {key}", DECODE._decode_kernel, types, constants, c.warps
+    for gate, key, state in ((0, "bf16", "fp32"), (0, "bf16", "bf16"), (0, "fp16", "fp32"), (1, "bf16", "fp32")):
+        constants = dict(sizes, GATE=gate, RB=16, BV=64, KEY_SPLIT=key == "bf16")
+        types = layer_types(key, state, "fp32")
+        yield f"materialise gate {gate} {key} {state}", MATERIALISE._materialise_kernel, types, constants, 4
+    plan = dict.fromkeys(("checkpoint", "faults", "slots", "track_slots", "pending", "fold_count", "fold"), "*i32")
+    plan |= dict.fromkeys(("snapshot_count", "snapshot", "count_out", "entries"), "*i32")
+    plan |= dict(rows="*i64", seq_lens="*i64", lens="*i64", new_lens="*i64", track_mask="*i1")
+    yield "plan_step", CURSORS._plan_step_kernel, plan, dict(L=16, TRACK=True, BLOCK=1024), 4
+    yield "plan_forced_fold", CURSORS._plan_forced_fold_kernel, plan, dict(L=16, BLOCK=64), 4
+    yield "set_checkpoint", CURSORS._set_checkpoint_kernel, plan, dict(BLOCK=64), 4
+
+
+if __name__ == "__main__":
+    for name, kernel, types, constants, warps in variants():
+        print(json.dumps(dict(name=name, **compile_one(kernel, types, constants, warps))), flush=True)

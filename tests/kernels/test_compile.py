@@ -1,0 +1,33 @@
+"""The kernels compile for a GPU, here, without one: the interpreter accepts Python that Triton's compiler does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+PTXAS = Path(importlib.util.find_spec("triton").origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
+
+
+@pytest.mark.skipif(not PTXAS.exists(), reason="this Triton brings no NVIDIA assembler")
+def test_every_kernel_compiles_without_spilling(tmp_path: Path) -> None:
+    """For sm_90: nothing to speak of spills, and two programs always fit into a multiprocessor's shared memory."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": f"{REPO / 'kernels'}", "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_kernels.py"))],
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    variants = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(variants) >= 20
+    for v in variants:
+        print(v)
+        assert v["spilled"] <= 16, v  # bytes per thread
+        assert v["shared"] <= 112 * 1024, v

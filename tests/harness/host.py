@@ -21,7 +21,8 @@ GPU_ARGS = (
     *("--dtype", "float16", "--attention-backend", "triton", "--sampling-backend", "pytorch"),
     *("--skip-server-warmup", "--watchdog-timeout", "600", "--sleep-on-idle"),
     *("--max-total-tokens", "4096", "--max-running-requests", "4", "--max-mamba-cache-size", "32"),
-    *("--mem-fraction-static", "0.3", "--cuda-graph-max-bs", "4"),
+    *("--mem-fraction-static", "0.3", "--grammar-backend", "none"),
+    *("--cuda-graph-bs-decode", "1", "2", "4", "--disable-prefill-cuda-graph"),
 )
 CPU_ENV = {
     "SGLANG_PLATFORM": "cpu_interp",

@@ -45,9 +45,7 @@ def _accept_integer_masks() -> None:
         data = mask.data if isinstance(mask, Handle) else mask  # tensor descriptors pass a bare array
         return Handle(np.asarray(data).astype(np.bool_), tl.int1)
 
-    Builder.create_masked_load = lambda self, ptrs, mask, *rest, **kw: load(
-        self, ptrs, boolean(mask), *rest, **kw
-    )
+    Builder.create_masked_load = lambda self, ptrs, mask, *rest, **kw: load(self, ptrs, boolean(mask), *rest, **kw)
     Builder.create_masked_store = lambda self, ptrs, value, mask, *rest, **kw: store(
         self, ptrs, value, boolean(mask), *rest, **kw
     )

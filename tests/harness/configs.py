@@ -1,0 +1,73 @@
+"""Server configurations that tests share, by name. Their order here is the order in which servers start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tests.harness import events
+
+
+@dataclass(frozen=True)
+class Config:
+    """One server: a tiny model (tests/harness/tiny.py), flags beside the host's, and the plugin on or off."""
+
+    model: str = "qwen3-next"
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    plugin: bool = False
+
+
+REPLAY = ("--enable-linear-replayssm",)
+NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
+NO_CACHE = ("--disable-radix-cache",)
+TRACK_64 = ("--mamba-track-interval", "64")
+"""A track boundary every 64 tokens: with the default of 256 a short test would never cross one."""
+
+CONFIGS: dict[str, Config] = {
+    # SGLang as it is (the plugin's kill switch set)
+    "plain": Config(args=TRACK_64),
+    "plain-no-cache": Config(args=NO_CACHE),
+    "plain-no-buffer": Config(args=NO_BUFFER),
+    "plain-deep": Config(model="qwen3-next-deep", args=TRACK_64),
+    "plain-qwen3.5": Config(model="qwen3.5", args=TRACK_64),
+    "intree-no-buffer": Config(args=NO_BUFFER + REPLAY),
+    # the plugin
+    "plugin": Config(args=REPLAY + TRACK_64, plugin=True),
+    "plugin-default": Config(args=REPLAY, plugin=True),
+    "plugin-no-buffer": Config(args=NO_BUFFER + REPLAY, plugin=True),
+    "plugin-no-cache": Config(args=NO_CACHE + REPLAY, plugin=True),
+    "plugin-deep": Config(model="qwen3-next-deep", args=REPLAY + TRACK_64, plugin=True),
+    "plugin-qwen3.5": Config(model="qwen3.5", args=REPLAY + TRACK_64, plugin=True),
+}
+
+# Scenario tests: the deep model (3 linear layers of 4), the plugin's servers write their events down.
+MIXED = ("--enable-mixed-chunk", "--chunked-prefill-size", "128", "--page-size", "64")
+RETRACT = ("--max-total-tokens", "640", "--schedule-conservativeness", "0.1")
+BF16 = ("--dtype", "bfloat16", "--mamba-ssm-dtype", "bfloat16")
+BF16_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}
+
+
+def _deep(*args: str, plugin: bool = True, **env: str) -> Config:
+    flags = REPLAY if plugin else ()
+    return Config("qwen3-next-deep", flags + args, {**(events.environment() if plugin else {}), **env}, plugin)
+
+
+CONFIGS |= {
+    "deep-off": _deep(plugin=False),
+    "deep-on": _deep(),
+    "deep-off-64": _deep(*TRACK_64, plugin=False),
+    "deep-on-128": _deep("--mamba-track-interval", "128", "--chunked-prefill-size", "128"),
+    "deep-off-no-buffer": _deep(*NO_BUFFER, plugin=False),
+    "deep-on-no-buffer": _deep(*NO_BUFFER),
+    "deep-on-len-1": _deep(*TRACK_64, "--linear-replayssm-cache-len", "1"),
+    "deep-on-len-5": _deep(*TRACK_64, "--linear-replayssm-cache-len", "5"),
+    "deep-on-len-64": _deep(*TRACK_64, "--linear-replayssm-cache-len", "64"),
+    "deep-off-mixed": _deep(*MIXED, plugin=False),
+    "deep-on-mixed": _deep(*MIXED),
+    "deep-on-retract": _deep(*RETRACT, SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8"),
+    "deep-on-no-cache": _deep(*NO_CACHE),
+    "deep-on-lazy": _deep("--mamba-radix-cache-strategy", "extra_buffer_lazy"),
+    "deep-off-bf16": _deep(*BF16, plugin=False, **BF16_ENV),
+    "deep-on-bf16": _deep(*BF16, **BF16_ENV),
+}

@@ -58,7 +58,7 @@ def check_entry_point(report: Report) -> None:
         report.add(BAD, "entry point", "SGLang does not see the plugin: install the package with pip")
     elif arguments.disabled_by_environment():
         report.add(NOTE, "entry point", f"found, but {arguments.DISABLE_ENV} switches the plugin off")
-    elif (only := os.environ.get("SGLANG_PLUGINS")) and mine[0].name not in only.split(","):
+    elif (only := os.environ.get("SGLANG_PLUGINS")) and mine[0].name not in map(str.strip, only.split(",")):
         report.add(BAD, "entry point", f"SGLANG_PLUGINS={only} leaves the plugin out: add {mine[0].name!r} to it")
     else:
         report.add(OK, "entry point", f"{mine[0].name} = {mine[0].value}")

@@ -165,6 +165,7 @@ class RequestRing:
 
     def fold_row(self, row: int, slot: torch.Tensor, committed: int) -> None:
         """Make `slot` (0-dim device tensor) exact at `committed` tokens before it is handed to someone else."""
+        self._claim_rows()  # an owner that never ran has nothing pending
         rows = self._to_device(torch.tensor([row]))
         lens = self._to_device(torch.tensor([committed]))
         plan_forced_fold(self.ring, self.plan.fold, rows, lens, slot.reshape(1), lens)

@@ -152,7 +152,7 @@ class LongTraces(Traces):
 
 TestTraces = Traces.TestCase
 TestTraces.settings = settings(
-    max_examples=10,
+    max_examples=16,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

@@ -126,31 +126,25 @@ class Benchmark:
             await lineup.settle()
             for workload in s.workloads:
                 _check_batch(workload, facts, arm, progress)
-                await self._warm_up(client, workload, progress)
+                await self._warm_up(client, workload, server, progress)
                 for seed in visit.seeds:
                     name = f"{arm.name} {workload.label} seed {seed}"
-                    run = Run(arm.name, workload.label, seed, {}, facts)
-                    run.replies = await self._one_run(client, workload, seed, name, progress)
-                    run.figures = measures.measure(run.replies, steady=isinstance(workload, Burst))
-                    if server is not None and server.returncode is not None:
-                        raise server.failure(f"the server ended during {name}, exit status {server.returncode}")
-                    if not run.figures["requests"]:
-                        sentence = f"every request of {name} failed, the first with: {run.figures['first_error']}"
-                        raise server.failure(sentence) if server is not None else BenchError(sentence)
-                    self.results.runs.append(run)
+                    replies = await self._one_run(client, workload, seed, name, progress)
+                    await _check_replies(replies, name, server)
+                    figures = measures.measure(replies, steady=isinstance(workload, Burst))
+                    self.results.runs.append(Run(arm.name, workload.label, seed, figures, facts, replies))
                     self._compare_outputs()
                     self._on_run(self.results)
                     progress.end()
 
-    async def _warm_up(self, client: Client, workload: Workload, progress: Progress) -> None:
+    async def _warm_up(self, client: Client, workload: Workload, server: Server | None, progress: Progress) -> None:
         if self.settings.warmup == "none":
             return
         light = Burst(batch=1, prompt_len=8, output_len=2)
         warm = light if self.settings.warmup == "light" else workload.warmup()
         progress.phase(f"warming up {workload.label}")
         replies = await drive(client, warm.plan(_WARMUP_SEED, self.settings.vocab))
-        if all(not r.ok for r in replies):
-            raise BenchError(f"every warm-up request failed, the first with: {replies[0].error}")
+        await _check_replies(replies, f"the warm-up of {workload.label}", server)
 
     async def _one_run(
         self, client: Client, workload: Workload, seed: int, name: str, progress: Progress
@@ -185,6 +179,19 @@ def _facts(info: Mapping[str, Any], started: float | None) -> dict[str, Any]:
     if started is not None:
         facts["start_s"] = started
     return facts
+
+
+async def _check_replies(replies: list[Reply], name: str, server: Server | None) -> None:
+    """BenchError if the server is gone or answered nothing; single failed requests are left to the figures."""
+    failed = [r for r in replies if not r.ok]
+    if not failed:
+        return
+    # A server goes down process by process: its requests fail a moment before it is gone.
+    if server is not None and (status := await server.ended(patience=3.0)) is not None:
+        raise server.failure(f"the server ended during {name}, exit status {status}")
+    if len(failed) == len(replies):
+        sentence = f"every request of {name} failed, the first with: {failed[0].error}"
+        raise server.failure(sentence) if server is not None else BenchError(sentence)
 
 
 def _check_batch(workload: Workload, facts: Mapping[str, Any], arm: Arm, progress: Progress) -> None:

@@ -122,6 +122,13 @@ class Server:
             await asyncio.sleep(0.2)
         raise self.failure(f"the server did not answer its health check within {timeout:g} s")
 
+    async def ended(self, patience: float) -> int | None:
+        """Exit status, waiting up to ``patience`` seconds for it; None if the process still runs then."""
+        deadline = time.monotonic() + patience
+        while self.returncode is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        return self.returncode
+
     def failure(self, sentence: str) -> BenchError:
         """An error that carries the server's own last lines."""
         return BenchError(f"{sentence} (log: {self.log})", self.last_lines())

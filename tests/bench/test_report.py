@@ -1,0 +1,135 @@
+"""What the reports say: only what was measured, in the words and numbers of the figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench_rag import demo, report
+from bench_rag.arms import BUILT_IN, select
+from bench_rag.plot import plot
+from bench_rag.runner import Failure, Results, Run
+from bench_rag.settings import Settings
+from bench_rag.workloads import Burst, SharedPrefix, Vocab
+
+WORKLOAD = SharedPrefix(groups=2, prompts_per_group=2, prefix_len=8, question_len=2, output_len=2)
+
+
+def settings(*arms: str, workloads=(WORKLOAD,), seeds=(1,), out=Path("unused")) -> Settings:
+    return Settings(select(arms, BUILT_IN), list(workloads), list(seeds), out, Vocab(), model="folder/model")
+
+
+def figures(hit: float, ttft: float = 100.0, **more) -> dict:
+    spread = {
+        f"{name}_{k}": ttft for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms") for k in ("mean", "p50", "p99")
+    }
+    return {
+        "requests": 4,
+        "failed": 0,
+        "hit_rate": hit,
+        "output_throughput": 10,
+        "prompt_throughput": 9,
+        **spread,
+        **more,
+    }
+
+
+def results(ceiling: float = 0.8, **arms: dict) -> Results:
+    found = Results(ceilings={"gsp": {1: ceiling}})
+    found.runs = [Run(name, "gsp", 1, f, {"version": "0.5.23"}) for name, f in arms.items()]
+    return found
+
+
+def cells(line: str) -> list[str]:
+    return line.split()
+
+
+def test_table_has_a_row_per_arm_and_hides_nothing():
+    given = settings("plain", "intree", "plugin")
+    found = results(plain=figures(0.8), plugin=figures(0.7954, 123.4, equal_outputs=0.5, failed=3))
+    lines = report.table(given, found, WORKLOAD).splitlines()
+    assert cells(lines[0]) == [
+        "arm",
+        "hits",
+        "TTFT",
+        "ms",
+        "TPOT",
+        "ms",
+        "ITL",
+        "ms",
+        "E2E",
+        "ms",
+        "tok/s",
+        "same",
+        "failed",
+    ]
+    rows = {line.split()[0]: cells(line)[1:] for line in lines[3:]}
+    assert rows["plain"][0] == "80.0" and rows["plain"][-2:] == ["ref", "0"]
+    assert rows["plugin"][:3] == ["79.5", "123", "123"] and rows["plugin"][-2:] == ["50.0", "3"]
+    assert set(rows["intree"][:-2]) == {"-"} and rows["intree"][-2:] == ["not", "measured"]
+
+
+def test_several_seeds_show_their_spread():
+    found = results()
+    found.runs = [Run("plain", "gsp", seed, figures(hit), {}) for seed, hit in ((1, 0.70), (2, 0.74))]
+    line = report.table(settings("plain", seeds=(1, 2)), found, WORKLOAD).splitlines()[-1]
+    assert "72.0 ± 2.8" in line  # mean and sample deviation of 70 and 74
+
+
+def test_one_line_titles_repeat_their_group():
+    assert report._one_line(["arm", "TTFT ms\nmean", "\np50", "tok/s\nout"]) == [
+        "arm",
+        "TTFT ms mean",
+        "TTFT ms p50",
+        "tok/s out",
+    ]
+
+
+def test_markdown_holds_ceiling_failure_and_sentence(tmp_path):
+    given = settings("plain", "intree", out=tmp_path)
+    found = results(0.94, plain=figures(0.9))
+    found.failures = [Failure("intree", "the server ended while starting", "ValueError: refused")]
+    report.write(given, found, "This is what it shows.", "report.png")
+    text = (tmp_path / "report.md").read_text()
+    for part in ("94.0% hit rate", "`intree` failed", "ValueError: refused", "This is what it shows.", "report.png"):
+        assert part in text
+    assert "folder" not in text  # a model's name, not where somebody keeps it
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert not data["complete"] and data["arms"][0]["env"] == {} and data["workloads"][0]["ceiling"] == {"1": 0.94}
+
+
+@pytest.mark.parametrize("workload", [WORKLOAD, Burst(batch=2)], ids=lambda w: w.kind)
+def test_plot_draws_what_there_is(tmp_path, workload):
+    found = Results(ceilings={workload.label: {1: 0.8}})
+    found.runs = [Run("plain", workload.label, 1, figures(0.5, steady_throughput=50.0), {})]
+    path = plot(settings("plain", "intree", workloads=(workload,)), found, tmp_path / "a" / "plot.png")
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) > 5000
+
+
+@pytest.mark.parametrize(
+    ("arms", "sentence"),
+    [
+        (
+            dict(plain=figures(0.8), intree=figures(0.5), plugin=figures(0.797, equal_outputs=1.0)),
+            "With the plugin, the prefix cache supplied 79.7% of all prompt tokens (an infinite cache: 90.0%), "
+            "as much as plain SGLang (80.0%) and 29.7 points more than SGLang's in-tree replay (50.0%), "
+            "100% of its greedy answers were identical to plain's.",
+        ),
+        (
+            dict(plain=figures(0.8), plugin=figures(0.7)),
+            "With the plugin, the prefix cache supplied 70.0% of all prompt tokens (an infinite cache: 90.0%), "
+            "10.0 points less than plain SGLang (80.0%).",
+        ),
+        (
+            dict(plain=figures(0.8), intree=figures(0.5)),
+            "Of all prompt tokens the prefix cache supplied plain 80.0%, intree 50.0%; "
+            "an infinite cache would supply 90.0%.",
+        ),
+    ],
+    ids=["as good", "worse", "no plugin"],
+)
+def test_closing_sentence_follows_the_figures(arms, sentence):
+    assert demo.sentence(settings("plain", "intree", "plugin"), results(0.9, **arms)) == sentence

@@ -19,14 +19,17 @@ REQUIRED_ENV = "SGLANG_REPLAYSSM_REQUIRED"
 U_DTYPE_ENV = "SGLANG_REPLAYSSM_U_DTYPE"
 MAX_CAPACITY = 64
 FLAG = "--enable-linear-replayssm"
-# Architectures whose greedy output is tested against a reference (docs/support.md).
-GDN_ARCHITECTURES = (
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-)
+# Architectures whose greedy output is tested against a reference, by the gate kind of their linear layers.
+ARCHITECTURES = {
+    "gdn": (
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    ),
+    "kda": ("KimiLinearForCausalLM",),
+}
 
 # (attribute of the resolving view, value test, what it is, what to change). One row per refusal: a
 # configuration that no test proves is refused, never half-working.
@@ -110,19 +113,22 @@ def u_dtype_name() -> str:
     return name
 
 
-def refusals(view: Any, architectures: list[str], is_gdn: bool) -> list[str]:
+def supported_architectures() -> str:
+    """The supported architectures as a list for people."""
+    return ", ".join(name for names in ARCHITECTURES.values() for name in names)
+
+
+def refusals(view: Any, architectures: list[str], gate: str | None) -> list[str]:
     """Reasons not to launch with the flag, as full sentences; empty when the configuration is supported.
 
     Args:
         view: an object with SGLang's server-argument fields, already resolved as far as they are.
         architectures: `architectures` of the model's config.
-        is_gdn: whether SGLang sees Gated DeltaNet layers in the model.
+        gate: gate kind of the model's linear layers as SGLang sees it ("gdn", "kda"), None for any other model.
     """
     found = []
-    if not is_gdn or architectures[0] not in GDN_ARCHITECTURES:
-        found.append(
-            f"{FLAG} supports {', '.join(GDN_ARCHITECTURES)}; this model is {architectures[0]}. Drop the flag."
-        )
+    if gate is None or architectures[0] not in ARCHITECTURES[gate]:
+        found.append(f"{FLAG} supports {supported_architectures()}; this model is {architectures[0]}. Drop the flag.")
     capacity = view.linear_replayssm_cache_len
     if not 1 <= capacity <= MAX_CAPACITY:
         found.append(f"--linear-replayssm-cache-len must be 1 to {MAX_CAPACITY}, got {capacity}.")
@@ -156,6 +162,14 @@ def _device_refusals(device: str | None) -> list[str]:
     return [f"{FLAG} needs an NVIDIA GPU (or Triton's interpreter on the CPU, for tests); this is {name}."]
 
 
+def _gate(model_config: Any) -> str | None:
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, hybrid_kda_config
+
+    if hybrid_gdn_config(model_config) is not None:
+        return "gdn"
+    return "kda" if hybrid_kda_config(model_config) is not None else None
+
+
 def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Resolution hook around SGLang's `handle_linear_attn_backend`.
 
@@ -163,7 +177,6 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         ValueError: the configuration is refused; the message holds every reason.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
-    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
 
     view = resolving_view(server_args)
     os.environ.pop(REQUIRED_ENV, None)
@@ -171,7 +184,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous(server_args)
         return
     model_config = model_config_of(server_args)
-    reasons = refusals(view, list(model_config.hf_config.architectures), hybrid_gdn_config(model_config) is not None)
+    reasons = refusals(view, list(model_config.hf_config.architectures), _gate(model_config))
     if reasons:
         raise ValueError(" ".join(reasons))
     from sglang_replayssm.plugin import require_live_hooks

@@ -104,7 +104,7 @@ def check_environment(report: Report) -> None:
     report.add(
         NOTE,
         "on when",
-        f"a server starts with {arguments.FLAG}; supported: {', '.join(arguments.GDN_ARCHITECTURES)}",
+        f"a server starts with {arguments.FLAG}; supported: {arguments.supported_architectures()}",
     )
 
 

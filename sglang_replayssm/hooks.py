@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 Original = Callable[..., Any]
+_FUSED_DECODE = "_k3_fused_decode_args"  # on a layer: static weights of SGLang's fused KDA decode, see forward_decode
 
 
 # -- launch -----------------------------------------------------------------------------------------------------------
@@ -88,26 +89,29 @@ class BufferedDecode:
         cache_indices: torch.Tensor,
         num_v_heads: int,
         head_v_dim: int,
+        lower_bound: float | None = None,
         **unused: Any,
     ) -> torch.Tensor:
-        """Output [1, B, HV, V], as SGLang's packed decode returns it."""
+        """Output [1, B, HV, V], as SGLang's packed decode returns it. KDA's a and b may carry a leading 1."""
         assert self.rows is not None
+        batch = mixed_qkv.shape[0]
         out = self._ring.decode_layer(
             self.layer_id,
             mixed_qkv,
-            a,
-            b,
-            A_log=A_log,
-            dt_bias=dt_bias,
+            a.reshape(batch, -1),
+            b.reshape(batch, -1),
+            A_log=A_log.reshape(-1),
+            dt_bias=dt_bias.reshape(-1),
             scale=scale,
             slots=cache_indices,
             rows=self.rows,
+            lower_bound=lower_bound,
         )
         return out.unsqueeze(0)
 
 
-def gdn_init(original: Original, backend: Any, model_runner: Any) -> None:
-    """GDNAttnBackend.__init__: buffered decode becomes this backend's decode kernel."""
+def backend_init(original: Original, backend: Any, model_runner: Any) -> None:
+    """{GDN,KDA}AttnBackend.__init__: buffered decode becomes this backend's decode kernel."""
     original(backend, model_runner)
     if model_runner.is_draft_worker or not arguments.requested():
         return
@@ -119,6 +123,7 @@ def gdn_init(original: Original, backend: Any, model_runner: Any) -> None:
         )
     backend.kernel_dispatcher.decode_kernel = BufferedDecode(ring)
     backend.kernel_dispatcher.supports_packed_decode = True
+    backend.kernel_dispatcher.supports_packed_decode_safe_gate = True  # KDA: the bounded gate, too
 
 
 def _buffered(backend: Any) -> RequestRing | None:
@@ -128,18 +133,18 @@ def _buffered(backend: Any) -> RequestRing | None:
     return None
 
 
-def gdn_init_metadata(original: Original, backend: Any, forward_batch: ForwardBatch) -> None:
-    """GDNAttnBackend.init_forward_metadata: eager forwards."""
+def init_metadata(original: Original, backend: Any, forward_batch: ForwardBatch) -> None:
+    """{GDN,KDA}AttnBackend.init_forward_metadata: eager forwards."""
     original(backend, forward_batch)
     ring = _buffered(backend)
     if ring is not None and forward_batch.logical_forward_mode.is_decode():
         _plan(ring, backend, forward_batch, forward_batch.mamba_track_mask)
 
 
-def gdn_init_metadata_out_graph(
+def init_metadata_out_graph(
     original: Original, backend: Any, forward_batch: ForwardBatch, in_capture: bool = False
 ) -> None:
-    """GDNAttnBackend.init_forward_metadata_out_graph: before a graph replay, and once while one is captured."""
+    """{GDN,KDA}AttnBackend.init_forward_metadata_out_graph: before a graph replay, and while one is captured."""
     original(backend, forward_batch, in_capture=in_capture)
     ring = _buffered(backend)
     if ring is None:
@@ -167,18 +172,30 @@ def _plan(ring: RequestRing, backend: Any, batch: ForwardBatch, mask: torch.Tens
     )
 
 
-def gdn_forward_decode(
+def forward_decode(
     original: Original, backend: Any, layer: Any, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
 ) -> Any:
-    """GDNAttnBackend.forward_decode: names the layer and the rows for the kernel call inside."""
+    """{GDN,KDA}AttnBackend.forward_decode: names the layer and the rows for the kernel call inside.
+
+    KDA layers of some models carry weights for fused kernels that go past the dispatcher and write the state in
+    place; without them SGLang takes the dispatcher.
+    """
     kernel = backend.kernel_dispatcher.decode_kernel
-    if isinstance(kernel, BufferedDecode):
-        kernel.layer_id = layer.layer_id
-        kernel.rows = forward_batch.req_pool_indices
-    return original(backend, layer, forward_batch, *args, **kwargs)
+    if not isinstance(kernel, BufferedDecode):
+        return original(backend, layer, forward_batch, *args, **kwargs)
+    kernel.layer_id = layer.layer_id
+    kernel.rows = forward_batch.req_pool_indices
+    fused = getattr(layer, _FUSED_DECODE, None)
+    if fused is None:
+        return original(backend, layer, forward_batch, *args, **kwargs)
+    setattr(layer, _FUSED_DECODE, None)
+    try:
+        return original(backend, layer, forward_batch, *args, **kwargs)
+    finally:
+        setattr(layer, _FUSED_DECODE, fused)
 
 
-def gdn_track_decode(
+def track_decode(
     original: Original,
     backend: Any,
     forward_batch: ForwardBatch,
@@ -187,7 +204,7 @@ def gdn_track_decode(
     cache_indices: torch.Tensor,
     layer_id: int | None = None,
 ) -> None:
-    """GDNAttnBackend._track_mamba_state_decode: the slot lags, so its state is materialised instead of copied.
+    """{GDN,KDA}AttnBackend._track_mamba_state_decode: the slot lags; its state is materialised, not copied.
 
     SGLang's own kernel still copies the conv window, which stands at this step's token; it wants two pools, and
     copying the same window twice costs less than a copy of the state that would be overwritten.
@@ -238,11 +255,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_handle_max_mamba_cache": handle_max_mamba_cache,
     "_build_hybrid_req_pool": build_hybrid_req_pool,
     "forward": model_forward,
-    "__init__": gdn_init,
-    "init_forward_metadata": gdn_init_metadata,
-    "init_forward_metadata_out_graph": gdn_init_metadata_out_graph,
-    "forward_decode": gdn_forward_decode,
-    "_track_mamba_state_decode": gdn_track_decode,
+    "__init__": backend_init,
+    "init_forward_metadata": init_metadata,
+    "init_forward_metadata_out_graph": init_metadata_out_graph,
+    "forward_decode": forward_decode,
+    "_track_mamba_state_decode": track_decode,
     "prepare_for_caching_req": prepare_for_caching_req,
 }
 HOOKS: dict[str, Callable[..., Any]] = {

@@ -36,6 +36,7 @@ def ring_shape(configurator: Any, rows: int) -> RingShape:
         capacity=get_server_args().linear_replayssm_cache_len,
         key_dtype=configurator.model_config.dtype,
         u_dtype=getattr(torch, arguments.u_dtype_name()),
+        gate="kda" if params.is_kda else "gdn",
     )
 
 

@@ -151,11 +151,29 @@ class RequestRing:
         scale: float,
         slots: torch.Tensor,
         rows: torch.Tensor,
+        lower_bound: float | None = None,
     ) -> torch.Tensor:
-        """One layer's buffered decode: output [B, HV, V] in mixed_qkv's dtype; appends one record per row."""
+        """One layer's buffered decode: output [B, HV, V] in mixed_qkv's dtype; appends one record per row.
+
+        Args: as `replayssm_kernels.decode.decode`; lower_bound is KDA's bounded gate, None for any other.
+        """
         index = self.layer_index[layer_id]
         pending = self.plan.pending[: mixed_qkv.shape[0]]
-        return decode(mixed_qkv, a, b, A_log, dt_bias, self.state[index], self.ring, index, slots, rows, pending, scale)
+        return decode(
+            mixed_qkv,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            self.state[index],
+            self.ring,
+            index,
+            slots,
+            rows,
+            pending,
+            scale,
+            lower_bound=lower_bound,
+        )
 
     def snapshot(self) -> None:
         """After the last layer: the states that track boundaries of this step asked for, into their track slots."""

@@ -21,7 +21,6 @@ from sglang_replayssm import arguments
 TESTED_SGLANG = ("0.5.23",)
 
 _S = "sglang.srt."
-_GDN = _S + "layers.attention.linear.gdn_backend.GDNAttnBackend."
 _POOL = _S + "mem_cache.memory_pool."
 _CONFIGURATOR = _S + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
 
@@ -44,6 +43,39 @@ class Seam:
     fields: tuple[str, ...] = ()
 
 
+def _backend_seams(module: str, kind: str, dispatcher_fields: tuple[str, ...]) -> tuple[Seam, ...]:
+    """The linear-attention backend of one gate kind: the same names for GDN and KDA."""
+    backend = f"{_S}layers.attention.linear.{module}.{kind}AttnBackend"
+    dispatcher = f"{_S}layers.attention.linear.{module}.{kind}KernelDispatcher"
+    return (
+        Seam(backend, "read", fields=("req_to_token_pool", "kernel_dispatcher", "forward_metadata")),
+        Seam(backend + ".__init__", "override", ("self", "model_runner")),
+        Seam(backend + ".init_forward_metadata", "override", ("self", "forward_batch")),
+        Seam(
+            backend + ".init_forward_metadata_out_graph",
+            "override",
+            ("self", "forward_batch", "in_capture"),
+        ),
+        Seam(
+            backend + ".forward_decode",
+            "override",
+            ("self", "layer", "forward_batch", "mixed_qkv", "a", "b", "kwargs"),
+        ),
+        Seam(
+            backend + "._track_mamba_state_decode",
+            "override",
+            ("self", "forward_batch", "conv_states", "ssm_states", "cache_indices", "layer_id"),
+        ),
+        Seam(dispatcher, "read", fields=("decode_kernel", "supports_packed_decode", *dispatcher_fields)),
+        Seam(
+            dispatcher + ".packed_decode",
+            "call",
+            ("self", "mixed_qkv", "a", "b", "A_log", "dt_bias", "scale", "ssm_states", "cache_indices")
+            + ("num_v_heads", "head_v_dim", "kwargs"),
+        ),
+    )
+
+
 SEAMS: tuple[Seam, ...] = (
     # Registration
     Seam(_S + "plugins.hook_registry.HookRegistry.register", "call", ("target", "hook", "hook_type", "source")),
@@ -55,6 +87,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_S + "arg_groups.overrides.model_config_of", "call", ("server_args",)),
     Seam(_S + "arg_groups.overrides.declare_resolution", "call", ("server_args", "source", "fields")),
     Seam(_S + "configs.hybrid_arch.hybrid_gdn_config", "call", ("model_config",)),
+    Seam(_S + "configs.hybrid_arch.hybrid_kda_config", "call", ("model_config",)),
     Seam(_S + "runtime_context.publish", "override", ("server_args", "role", "hf_config", "ranks")),
     Seam(_S + "runtime_context.get_server_args", "call"),
     Seam(_S + "runtime_context.get_schedule", "call"),
@@ -75,9 +108,10 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         _S + "configs.mamba_utils.BaseLinearStateParams",
         "read",
-        fields=("layers", "mamba_cache_per_req"),
+        fields=("layers", "mamba_cache_per_req", "is_kda"),
     ),
     Seam(_S + "configs.mamba_utils.Mamba2StateShape", "read", fields=("temporal", "num_k_heads_per_tp")),
+    Seam(_S + "configs.mamba_utils.KimiLinearStateShape", "read", fields=("temporal", "num_k_heads_per_tp")),
     Seam(_POOL + "ReqToTokenPool", "read", fields=("req_generation", "req_to_token", "size")),
     Seam(_POOL + "HybridReqToTokenPool.get_mamba_indices", "call", ("self", "req_indices")),
     Seam(_POOL + "HybridReqToTokenPool._init_mamba_pool", "read", fields=("mamba_pool", "mamba_map")),
@@ -113,35 +147,8 @@ SEAMS: tuple[Seam, ...] = (
         fields=("is_decode", "is_decode_or_idle"),
     ),
     Seam(_S + "layers.radix_linear_attention.RadixLinearAttention", "read", fields=("layer_id",)),
-    Seam(
-        _GDN.removesuffix("."),
-        "read",
-        fields=("req_to_token_pool", "kernel_dispatcher", "forward_metadata"),
-    ),
-    Seam(_GDN + "__init__", "override", ("self", "model_runner")),
-    Seam(_GDN + "init_forward_metadata", "override", ("self", "forward_batch")),
-    Seam(_GDN + "init_forward_metadata_out_graph", "override", ("self", "forward_batch", "in_capture")),
-    Seam(
-        _GDN + "forward_decode",
-        "override",
-        ("self", "layer", "forward_batch", "mixed_qkv", "a", "b", "kwargs"),
-    ),
-    Seam(
-        _GDN + "_track_mamba_state_decode",
-        "override",
-        ("self", "forward_batch", "conv_states", "ssm_states", "cache_indices", "layer_id"),
-    ),
-    Seam(
-        _S + "layers.attention.linear.gdn_backend.GDNKernelDispatcher",
-        "read",
-        fields=("decode_kernel", "supports_packed_decode"),
-    ),
-    Seam(
-        _S + "layers.attention.linear.gdn_backend.GDNKernelDispatcher.packed_decode",
-        "call",
-        ("self", "mixed_qkv", "a", "b", "A_log", "dt_bias", "scale", "ssm_states", "cache_indices")
-        + ("num_v_heads", "head_v_dim", "kwargs"),
-    ),
+    *_backend_seams("gdn_backend", "GDN", ()),
+    *_backend_seams("kda_backend", "KDA", ("supports_packed_decode_safe_gate",)),
     Seam(
         _S + "layers.attention.mamba.mamba2_metadata.ForwardMetadata",
         "read",

@@ -272,9 +272,16 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("architecture", OTHER_MODELS)
-def test_models_without_gdn_are_refused(architecture: str, tmp_path: Path) -> None:
-    """KDA, Mamba-2 and models without linear attention: the sentence lists what is supported."""
+def test_a_kda_model_is_accepted(tmp_path: Path) -> None:
+    """Kimi-Linear's layers decay per key channel: the other gate kind of the same kernels."""
+    name = "KimiLinearForCausalLM"
+    folder = launch.config_folder(tmp_path / "m", architectures=[name], **OTHER_MODELS[name])
+    launch.resolve(FLAG, "--attention-backend", "triton", "--skip-tokenizer-init", model=folder)
+
+
+@pytest.mark.parametrize("architecture", [name for name in OTHER_MODELS if name != "KimiLinearForCausalLM"])
+def test_models_without_gdn_or_kda_are_refused(architecture: str, tmp_path: Path) -> None:
+    """Mamba-2 and models without linear attention: the sentence lists what is supported."""
     folder = launch.config_folder(tmp_path / "m", architectures=[architecture], **OTHER_MODELS[architecture])
     with pytest.raises(ValueError) as error:
         launch.resolve(FLAG, "--attention-backend", "triton", "--skip-tokenizer-init", model=folder)
@@ -332,6 +339,6 @@ def test_refusals_of_a_supported_view_are_empty() -> None:
 
     view = resolving_view(launch.resolve())
     reasons: Callable[..., list[str]] = arguments.refusals
-    assert reasons(view, ["Qwen3NextForCausalLM"], True) == []
-    assert len(reasons(view, ["Qwen3NextForCausalLM"], False)) == 1
-    assert len(reasons(view, ["SomeOtherForCausalLM"], True)) == 1
+    assert reasons(view, ["Qwen3NextForCausalLM"], "gdn") == []
+    assert len(reasons(view, ["Qwen3NextForCausalLM"], None)) == 1
+    assert len(reasons(view, ["SomeOtherForCausalLM"], "gdn")) == 1

@@ -26,6 +26,7 @@ def stand_in(name: str) -> Any:
     known = {
         "ModelRunner": SimpleNamespace(req_to_token_pool=pool, is_draft_worker=False),
         "GDNAttnBackend": backend,
+        "KDAAttnBackend": backend,
         "MambaComponent": SimpleNamespace(
             cache=SimpleNamespace(req_to_token_pool=pool, enable_mamba_extra_buffer=False)
         ),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .report import mean_ceiling, summarise
 from .runner import Results
 from .settings import Settings
 from .workloads import Burst, Workload
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def plot(settings: Settings, results: Results, path: Path) -> Path:
@@ -47,47 +51,68 @@ def plot(settings: Settings, results: Results, path: Path) -> Path:
     return path
 
 
-_COLOURS = ("#7f8fa6", "#d98a3d", "#2a7f62", "#a6b3c4", "#7cc0a7", "#b05f6d")
+# The built-in families keep their colour whichever arms are drawn; a variant (plain-noov, plain#2) is hatched.
+_FAMILIES = {"plain": "#7f8fa6", "intree": "#d98a3d", "plugin": "#2a7f62"}
+_OTHERS = ("#8e6c8a", "#5b8db8", "#b05f6d", "#9a8f4f", "#4f9a94")
 
 
-def _colours(settings: Settings) -> list[str]:
-    return [_COLOURS[i % len(_COLOURS)] for i in range(len(settings.arms))]
+def _style(settings: Settings) -> list[dict[str, Any]]:
+    """Bar colours and hatches, one per arm."""
+    styles, others = [], iter(_OTHERS * len(settings.arms))
+    for arm in settings.arms:
+        family = arm.name.replace("#", "-").partition("-")[0]
+        colour = _FAMILIES.get(family) or next(others)
+        hatch = {"hatch": "///"} if family in _FAMILIES and arm.name != family else {}
+        styles.append({"color": colour, "edgecolor": "white", **hatch})
+    return styles
 
 
-def _tidy(axis, settings: Settings, label: str) -> None:  # type: ignore[no-untyped-def]
+def _tidy(axis: Axes, settings: Settings, label: str) -> None:
     axis.set_xticks(range(len(settings.arms)), [a.name for a in settings.arms], fontsize=9)
     axis.set_ylabel(label, fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(axis="y", labelsize=8)
 
 
-def _bars(  # type: ignore[no-untyped-def]
-    axis, settings: Settings, results: Results, workload: Workload, name: str, factor: float, label: str, text: str
+def _bars(
+    axis: Axes,
+    settings: Settings,
+    results: Results,
+    workload: Workload,
+    name: str,
+    factor: float,
+    label: str,
+    text: str,
 ) -> None:
     """One bar per arm; a line shows the standard deviation over seeds."""
-    for x, (arm, colour) in enumerate(zip(settings.arms, _colours(settings), strict=True)):
+    top = factor * max((summarise(results, a.name, workload.label).get(name, 0.0) for a in settings.arms), default=0.0)
+    for x, (arm, style) in enumerate(zip(settings.arms, _style(settings), strict=True)):
         summary = summarise(results, arm.name, workload.label)
         if name not in summary:
             axis.text(x, 0, "not measured", ha="center", va="bottom", fontsize=8, rotation=90)
             continue
         value, spread = factor * summary[name], factor * summary.get(f"{name}_sd", 0.0)
-        axis.bar(x, value, 0.62, color=colour, yerr=spread or None, capsize=4)
+        axis.bar(x, value, 0.62, **style, yerr=spread or None, capsize=4)
         axis.annotate(
-            text.format(value), (x, value + spread), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=9
+            text.format(value),
+            (x, max(0.0, value - spread)),
+            xytext=(0, -14 if value > 0.15 * top else 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
         )
     _tidy(axis, settings, label)
 
 
-def _latency(  # type: ignore[no-untyped-def]
-    axis, settings: Settings, results: Results, workload: Workload, name: str, label: str
-) -> None:
+def _latency(axis: Axes, settings: Settings, results: Results, workload: Workload, name: str, label: str) -> None:
     """Mean as a bar, median and 99th percentile as marks."""
-    for x, (arm, colour) in enumerate(zip(settings.arms, _colours(settings), strict=True)):
+    for x, (arm, style) in enumerate(zip(settings.arms, _style(settings), strict=True)):
         summary = summarise(results, arm.name, workload.label)
         if f"{name}_mean" not in summary:
             continue
         mean, p50, p99 = (summary[f"{name}_{k}"] for k in ("mean", "p50", "p99"))
-        axis.bar(x, mean, 0.62, color=colour)
+        axis.bar(x, mean, 0.62, **style)
         axis.vlines(x, p50, p99, color="0.2", linewidth=1)
         axis.plot(x, p50, "o", color="0.2", markersize=4)
         axis.plot(x, p99, "_", color="0.2", markersize=10)

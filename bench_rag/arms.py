@@ -13,7 +13,9 @@ from .errors import BenchError
 # The plugin's kill switch: SGLang behaves as if the plugin were not installed.
 KILL_SWITCH = "SGLANG_REPLAYSSM_DISABLE"
 
-_REPLAY = ("--enable-linear-replayssm",)
+REPLAY_FLAG = "--enable-linear-replayssm"
+
+_REPLAY = (REPLAY_FLAG,)
 _EXTRA_BUFFER = ("--mamba-radix-cache-strategy", "extra_buffer")
 _NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer")
 _NO_OVERLAP = ("--disable-overlap-schedule",)

@@ -141,7 +141,7 @@ def _arm_rows(settings: Settings, results: Results) -> list[list[str]]:
     rows = []
     for arm in settings.arms:
         said = next((r.server for r in results.runs if r.arm == arm.name), {})
-        overlap, replay = said.get("disable_overlap_schedule"), said.get("enable_linear_replayssm")
+        overlap = said.get("disable_overlap_schedule")
         start = said.get("start_s")
         rows.append(
             [
@@ -150,7 +150,7 @@ def _arm_rows(settings: Settings, results: Results) -> list[list[str]]:
                 str(said.get("version", "-")),
                 str(said.get("mamba_radix_cache_strategy", "-")),
                 "-" if overlap is None else "off" if overlap else "on",
-                "-" if replay is None else "on" if replay else "off",
+                str(said.get("replay", "-")),
                 "-" if start is None else f"{start:.0f}",
             ]
         )

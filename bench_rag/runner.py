@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from . import measures
-from .arms import Arm
+from .arms import REPLAY_FLAG, Arm
 from .ceiling import ceiling
 from .client import Client, Reply
 from .driver import drive
@@ -123,6 +124,7 @@ class Benchmark:
             elif not await client.healthy():
                 raise BenchError(f"no healthy server answers at {url}")
             facts = _facts(await client.server_info(), started)
+            _check_plugin(arm, facts)
             await lineup.settle()
             for workload in s.workloads:
                 _check_batch(workload, facts, arm, progress)
@@ -176,9 +178,29 @@ def _facts(info: Mapping[str, Any], started: float | None) -> dict[str, Any]:
             facts["max_running_requests"] = state["effective_max_running_requests_per_dp"]
         if "memory_usage" in state:
             facts["memory_usage_gb"] = state["memory_usage"]
+    if info:
+        facts["replay"] = _replay(info)
     if started is not None:
         facts["start_s"] = started
     return facts
+
+
+def _replay(info: Mapping[str, Any]) -> str:
+    """Whose buffered decode a server runs: ``in-tree``, ``plugin`` or ``off``.
+
+    The plugin takes the flag over: what was asked for stays in the launch command, and SGLang's own switch is off.
+    """
+    if info.get("enable_linear_replayssm"):
+        return "in-tree"
+    return "plugin" if REPLAY_FLAG in str(info.get("launch_command")).split() else "off"
+
+
+def _check_plugin(arm: Arm, facts: Mapping[str, Any]) -> None:
+    """BenchError if an arm of the plugin turns out to run SGLang's own replay."""
+    if arm.plugin and REPLAY_FLAG in arm.args and facts.get("replay") == "in-tree":
+        raise BenchError(
+            f"the server runs SGLang's own replay, not the plugin: is sglang-replayssm installed for {sys.executable}?"
+        )
 
 
 async def _check_replies(replies: list[Reply], name: str, server: Server | None) -> None:

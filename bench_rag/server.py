@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -45,7 +46,7 @@ class Server:
     """Context manager around one server process and everything it starts.
 
     Both of its output streams go to ``log``. Leaving the context ends the whole session of processes, whatever they
-    do with SIGTERM, and raises BenchError if one survives. ``grace``: seconds between SIGTERM and SIGKILL.
+    do with SIGTERM, and raises BenchError if one survives. ``grace``: seconds from SIGTERM to SIGKILL.
     ``gate``: a file that the command waits for (see ``launch.py``).
     """
 
@@ -143,12 +144,12 @@ class Server:
             return ""
 
     def stop(self) -> None:
-        """SIGTERM, after ``grace`` seconds SIGKILL, to every process of the server's session; wait for all to go."""
+        """Ask the server to end, after ``grace`` seconds kill every process of its session; wait for all to go."""
         if self._process is None:
             return
         session = self._process.pid
-        for signal_number, patience in ((signal.SIGTERM, self.grace), (signal.SIGKILL, 30.0)):
-            _signal_session(session, signal_number)
+        self._process.terminate()
+        for patience in (self.grace, 30.0):
             deadline = time.monotonic() + patience
             while time.monotonic() < deadline:
                 self._process.poll()
@@ -157,6 +158,7 @@ class Server:
                     self._process = None
                     return
                 time.sleep(0.05)
+            _kill_session(session)
         raise BenchError(f"server processes survive SIGKILL: {sorted(_session_members(session))}")
 
 
@@ -176,9 +178,7 @@ def _session_members(session: int) -> set[int]:
     return members
 
 
-def _signal_session(session: int, signal_number: int) -> None:
+def _kill_session(session: int) -> None:
     for pid in _session_members(session):
-        try:
-            os.kill(pid, signal_number)
-        except ProcessLookupError:
-            continue
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

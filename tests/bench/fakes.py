@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ class FakeSglang:
     most_in_flight: int = 0
     in_flight: int = 0
     port: int = 0
+    info: dict[str, Any] = field(default_factory=dict)
 
     async def __aenter__(self) -> str:
         app = web.Application()
@@ -97,14 +99,15 @@ class FakeSglang:
 
     async def _info(self, request: web.Request) -> web.Response:
         state = {"effective_max_running_requests_per_dp": 4}
-        return web.json_response({"version": "fake", "internal_states": [state], "page_size": 1})
+        return web.json_response({"version": "fake", "internal_states": [state], "page_size": 1, **self.info})
 
 
 def main() -> None:
     """Run as a process in the place of a server: ``fakes.py PORT [arguments]``.
 
     ``--die`` prints a reason and ends at once, ``--die-after N`` at the N-th prompt; ``--hit PERCENT`` of every prompt
-    is reported cached; ``--refuse`` answers every request with an error.
+    is reported cached; ``--refuse`` answers every request with an error; ``--no-plugin`` leaves
+    ``--enable-linear-replayssm`` to SGLang itself.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
@@ -112,6 +115,8 @@ def main() -> None:
     parser.add_argument("--die-after", type=int, default=0)
     parser.add_argument("--hit", type=float, default=0)
     parser.add_argument("--refuse", action="store_true")
+    parser.add_argument("--enable-linear-replayssm", action="store_true")
+    parser.add_argument("--no-plugin", action="store_true")
     options, _ = parser.parse_known_args()
     if options.die:
         print("ValueError: these arguments do not go together", flush=True)
@@ -128,7 +133,11 @@ def main() -> None:
 
     async def serve() -> None:
         refusal = {"error": {"message": "not today"}} if options.refuse else None
-        fake = Fake(events=[(0.01, 1)] * 64, fail_with=refusal, port=options.port)
+        info = {
+            "launch_command": " ".join(sys.argv),
+            "enable_linear_replayssm": options.enable_linear_replayssm and options.no_plugin,
+        }
+        fake = Fake(events=[(0.01, 1)] * 64, fail_with=refusal, port=options.port, info=info)
         async with fake:
             await asyncio.Event().wait()
 

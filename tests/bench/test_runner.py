@@ -126,6 +126,16 @@ def test_an_arm_that_refuses_says_why(bench, tmp_path, capsys):
     assert "not today" in json.loads((out / "results.json").read_text())["failures"][0]["sentence"]
 
 
+def test_what_a_server_runs_is_what_it_says(bench, tmp_path):
+    status, out = bench("--arms", "plain,intree,plugin", "--server-args", "--no-plugin")
+    data = json.loads((out / "results.json").read_text())
+    assert status == 1 and [run["server"]["replay"] for run in data["runs"]] == ["off", "in-tree"]
+    assert "the server runs SGLang's own replay, not the plugin" in data["failures"][0]["sentence"]
+    status, out = bench("--arms", "plain,plugin")
+    data = json.loads((out / "results.json").read_text())
+    assert status == 0 and [run["server"]["replay"] for run in data["runs"]] == ["off", "plugin"]
+
+
 def test_several_workloads_on_one_server(bench, tmp_path, capsys):
     status, out = bench("--arms", "good", "--workload", "gsp,burst", "--batch", "2,8")
     data = json.loads((out / "results.json").read_text())

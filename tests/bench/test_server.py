@@ -16,7 +16,7 @@ from bench_rag.client import Client
 from bench_rag.errors import BenchError
 from bench_rag.server import Server, free_port, launch_command
 
-# Ignores SIGTERM and starts a child that does too; both print their ids.
+# Ignores SIGTERM and starts a child; both print their ids.
 STUBBORN = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

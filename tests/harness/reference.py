@@ -1,4 +1,7 @@
-"""The independent oracle: Hugging Face transformers' own implementation of the tiny models, in float32."""
+"""The independent oracle: Hugging Face transformers' own implementation of the tiny models, in float32.
+
+Where transformers has none (Kimi Delta Attention), a plain PyTorch one of ours stands in: tests/harness/kimi.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.harness import tiny
+from tests.harness import kimi, tiny
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Reference:
 
 @functools.lru_cache(maxsize=2)
 def _model(folder: Path) -> Any:
+    if folder.name in tiny.KIMI:
+        return kimi.Reference(folder)
     from transformers import AutoConfig
 
     parsed = AutoConfig.from_pretrained(folder)

@@ -3,7 +3,8 @@
     folder = build("qwen3-next")          # or: python tests/harness/tiny.py qwen3-next
 
 Deterministic per name and version of this file, built once into a cache folder that git ignores. This module
-stands alone (torch, transformers, safetensors, tokenizers), so that it can also be loaded by its path.
+stands alone (torch, transformers, safetensors, tokenizers), so that it can also be loaded by its path; only the models
+that transformers does not have come from tests/harness/kimi.py.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ DEFAULT_CACHE = Path(__file__).resolve().parents[2] / ".cache" / "tiny"
 VOCABULARY = 320
 """Token ids a prompt may use are 2 to 257 (bytes); 0 and 1 are special, the rest pad the table."""
 
-NAMES = ("qwen3-next", "qwen3-next-deep", "qwen3.5")
-"""`deep` has 3 linear layers and 1 full one, as the real models' period; the others 1 and 1, for speed."""
+KIMI = ("kimi-linear", "kimi-linear-moe", "ling-v3")
+NAMES = ("qwen3-next", "qwen3-next-deep", "qwen3.5", *KIMI)
+"""`deep` and those with Kimi Delta Attention have 3 linear layers and 1 full one, as the real models' period; the
+others 1 and 1, for speed.
+"""
 
 WEIGHT_STD, EMBEDDING_STD, CONV_STD = 0.2, 1.0, 0.5
 """Standard deviations that keep activations near 1 through the layers, so that logits differ clearly."""
@@ -47,17 +51,22 @@ def build(name: str, cache_dir: str | os.PathLike[str] | None = None) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     folder = root / name
     with _lock(root / f".{name}.lock"):
-        if _read(folder / "stamp") != STAMP:
+        stamp = _stamp(name)
+        if _read(folder / "stamp") != stamp:
             shutil.rmtree(folder, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=root) as scratch:
                 _write_checkpoint(name, Path(scratch))
-                Path(scratch, "stamp").write_text(STAMP)
+                Path(scratch, "stamp").write_text(stamp)
                 shutil.copytree(scratch, folder)
     return folder
 
 
 def config(name: str) -> dict[str, Any]:
     """The config.json of a tiny model, as published checkpoints of that architecture write it."""
+    if name in KIMI:
+        from tests.harness import kimi
+
+        return kimi.config(name, VOCABULARY)
     layers = 4 if name.endswith("-deep") else 2
     body = dict(
         vocab_size=VOCABULARY,
@@ -141,6 +150,11 @@ def _write_checkpoint(name: str, folder: Path) -> None:
 
     _write_json(folder / "config.json", config(name))
     _write_tokenizer(folder)
+    if name in KIMI:
+        from tests.harness import kimi
+
+        save_file(kimi.weights(config(name)), folder / "model.safetensors", metadata={"format": "pt"})
+        return
     if name == "qwen3.5":
         _write_processors(folder)
     with torch.random.fork_rng(devices=[]):
@@ -232,6 +246,14 @@ def _ensure_torchvision() -> None:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1))
+
+
+def _stamp(name: str) -> str:
+    if name not in KIMI:
+        return STAMP
+    from tests.harness import kimi
+
+    return STAMP + kimi.STAMP
 
 
 def _read(path: Path) -> str:

@@ -10,11 +10,11 @@ For one v-head with checkpoint S (V x K), p pending records (u_j, k_j, g_j) and 
     record p := (u, k, g)
 
 q and k are l2-normalised, q also scaled. The ring keeps the raw key, which is exact in the activation dtype, and u
-times the key's reciprocal norm, so that u_j k_j is the product of what is stored. S and u_j are projected; a V x K
-sum is never formed.
+times the key's reciprocal norm, so that u_j k_j is the product of what is stored. (Scaled keys: see ring.py.) S and
+u_j are projected; a V x K sum is never formed.
 
-Bytes per step and v-head: V K s_state read; p V s_u + p K s_k / (HV / H) + 4 p (KDA: 4 p K) of records read; one
-record written.
+Bytes per step and v-head: V K s_state read; p V s_u + p K s_k / (HV / H) + 4 p (KDA: 4 p K; scaled keys: 4 K) of
+records read; one record written.
 
     mixed_qkv  [B, 2 H K + HV V]      q heads, k heads, v heads, after the convolution; row stride free
     a          [B, HV]                GDN; row stride free
@@ -40,12 +40,13 @@ import triton
 import triton.language as tl
 
 from .cursors import PAD
-from .gates import GATE_KINDS, GDN, INTERPRETED, KDA, RECORDS, log_decay
+from .gates import GDN, INTERPRETED, KDA, RECORDS, SCALED, exp_careful, gate_constant, log_decay
 from .ring import STATE_DTYPES, Ring
 
 _PAD = tl.constexpr(PAD)
 _GDN = tl.constexpr(GDN)
 _KDA = tl.constexpr(KDA)
+_SCALED = tl.constexpr(SCALED)
 
 
 @triton.jit
@@ -93,12 +94,107 @@ def _times(x, factor, NC: tl.constexpr):
 
 
 @triton.jit
-def _times_each(x, y, NC: tl.constexpr):
-    """Chunked vector times another, channel by channel."""
+def _times_exp(x, log, NC: tl.constexpr):
+    """Chunked vector times e^log, channel by channel."""
     chunks = ()
     for c in tl.static_range(NC):
-        chunks = chunks + (x[c] * y[c],)
+        chunks = chunks + (x[c] * tl.exp(log[c]),)
     return chunks
+
+
+@triton.jit
+def _replay_gdn(
+    q, k, g, p, p_key, p_g, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr, CH: tl.constexpr
+):
+    """Weigh p records and the checkpoint for this token. Returns (score_q, score_k, zq, zk).
+
+    score_q, score_k: per block of records, newest first, e^{G_j} k_j . q and e^{G_j} k_j . k; zq, zk: e^G q and e^G k.
+    """
+    oc = tl.arange(0, CH)
+    score_q = ()
+    score_k = ()
+    since = g  # log-decay since the newest record of the next block
+    for n in tl.static_range(NB):
+        r = n * RB + tl.arange(0, RB)
+        record = p - 1 - r
+        live = r < p
+        younger = tl.load(p_g + record + 1, mask=live & (r > 0), other=0.0)
+        weight = tl.where(live, tl.exp(since + tl.cumsum(younger, 0)), 0.0)
+        since += tl.sum(younger, 0)
+        sq = tl.zeros([RB, CH], tl.float32)
+        sk = tl.zeros([RB, CH], tl.float32)
+        for c in tl.static_range(NC):
+            p_c = p_key + record[:, None] * K + oc[None, :] + c * CH
+            key = tl.load(p_c, mask=live[:, None], other=0.0).to(tl.float32)
+            sq += key * q[c][None, :]
+            sk += key * k[c][None, :]
+        score_q = score_q + (tl.sum(sq, 1) * weight,)
+        score_k = score_k + (tl.sum(sk, 1) * weight,)
+    # The checkpoint is older than the oldest record by that record's own gate.
+    decay = tl.exp(since + tl.load(p_g, mask=p > 0, other=0.0))
+    return score_q, score_k, _times(q, decay, NC), _times(k, decay, NC)
+
+
+@triton.jit
+def _replay_kda(
+    q, k, g, p, p_key, p_g, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr, CH: tl.constexpr
+):
+    """`_replay_gdn` with a decay per key channel, which weighs the keys instead of the scores."""
+    oc = tl.arange(0, CH)
+    score_q = ()
+    score_k = ()
+    since = g
+    for n in tl.static_range(NB):
+        r = n * RB + tl.arange(0, RB)
+        record = p - 1 - r
+        live = r < p
+        sq = tl.zeros([RB, CH], tl.float32)
+        sk = tl.zeros([RB, CH], tl.float32)
+        further = ()
+        for c in tl.static_range(NC):
+            column = oc[None, :] + c * CH
+            key = tl.load(p_key + record[:, None] * K + column, mask=live[:, None], other=0.0).to(tl.float32)
+            p_younger = p_g + (record + 1)[:, None] * K + column
+            younger = tl.load(p_younger, mask=(live & (r > 0))[:, None], other=0.0)
+            key *= tl.exp(since[c][None, :] + tl.cumsum(younger, 0))
+            further = further + (since[c] + tl.sum(younger, 0),)
+            sq += key * q[c][None, :]
+            sk += key * k[c][None, :]
+        score_q = score_q + (tl.sum(sq, 1),)
+        score_k = score_k + (tl.sum(sk, 1),)
+        since = further
+    total = ()
+    for c in tl.static_range(NC):
+        total = total + (since[c] + tl.load(p_g + c * CH + oc, mask=oc < p * CH, other=0.0),)
+    return score_q, score_k, _times_exp(q, total, NC), _times_exp(k, total, NC)
+
+
+@triton.jit
+def _replay_scaled(
+    q, k, total, p, p_key, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr, CH: tl.constexpr
+):
+    """`_replay_kda` from scaled keys: e^{C_t - C_j} k_j . q is the stored key times e^{C_t} q, with C_t in `total`."""
+    oc = tl.arange(0, CH)
+    zq = ()
+    zk = ()
+    for c in tl.static_range(NC):
+        decay = exp_careful(total[c])
+        zq = zq + (q[c] * decay,)
+        zk = zk + (k[c] * decay,)
+    score_q = ()
+    score_k = ()
+    for n in tl.static_range(NB):
+        r = n * RB + tl.arange(0, RB)
+        p_block = p_key + (p - 1 - r)[:, None] * K + oc[None, :]
+        sq = tl.zeros([RB, CH], tl.float32)
+        sk = tl.zeros([RB, CH], tl.float32)
+        for c in tl.static_range(NC):
+            key = tl.load(p_block + c * CH, mask=(r < p)[:, None], other=0.0)
+            sq += key * zq[c][None, :]
+            sk += key * zk[c][None, :]
+        score_q = score_q + (tl.sum(sq, 1),)
+        score_k = score_k + (tl.sum(sk, 1),)
+    return score_q, score_k, zq, zk
 
 
 @triton.jit
@@ -113,7 +209,6 @@ def _decode_kernel(
     NB: tl.constexpr = (L + RB - 1) // RB
     TILES: tl.constexpr = V // SPLIT // BV
     GROUP: tl.constexpr = HV // H
-    G_RECORD: tl.constexpr = 1 if GATE == _GDN else K  # numbers that a record's gate has
     i_split = tl.program_id(0)
     i_hv = tl.program_id(1)
     i_n = tl.program_id(2)
@@ -121,7 +216,6 @@ def _decode_kernel(
     v0 = i_split * (V // SPLIT)
     oc = tl.arange(0, CH)
     ov = tl.arange(0, BV)
-    orb = tl.arange(0, RB)
 
     slot = tl.load(slots + i_n).to(tl.int64)
     p = tl.load(pending + i_n)
@@ -141,70 +235,42 @@ def _decode_kernel(
     p_q = mixed_qkv + i_n * s_qkv + i_h * K + oc
     q = _load_f32(p_q, NC, CH)
     k = _load_f32(p_q + H * K, NC, CH)
-    q_norm = tl.rsqrt(_dot_chunks(q, q, NC) + 1e-6) * scale
+    q = _times(q, tl.rsqrt(_dot_chunks(q, q, NC) + 1e-6) * scale, NC)
     k_norm = tl.rsqrt(_dot_chunks(k, k, NC) + 1e-6)
-    q = _times(q, q_norm, NC)
-    qk = _dot_chunks(q, k, NC) * k_norm
+    k = _times(k, k_norm, NC)
+    qk = _dot_chunks(q, k, NC)
     beta = tl.sigmoid(tl.load(b + i_n * s_b + i_hv).to(tl.float32))
     rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
-    p_g = ring_g + row * s_g + i_hv * (L * G_RECORD)
     if GATE == _GDN:
         # SGLang rounds GDN's beta to b's dtype, in prefill too; without that outputs drift from plain decode.
         beta = beta.to(b.dtype.element_ty).to(tl.float32)
         x = tl.load(a + i_n * s_a + i_hv).to(tl.float32) + tl.load(dt_bias + i_hv).to(tl.float32)
         g = log_decay(x, rate, lower_bound, BOUNDED)
     else:
-        p_a = a + i_n * s_a + i_hv * K + oc
-        p_dt = dt_bias + i_hv * K + oc
         g = ()
         for c in tl.static_range(NC):
-            x = tl.load(p_a + c * CH).to(tl.float32) + tl.load(p_dt + c * CH).to(tl.float32)
+            channel = i_hv * K + c * CH + oc
+            x = tl.load(a + i_n * s_a + channel).to(tl.float32) + tl.load(dt_bias + channel).to(tl.float32)
             g = g + (log_decay(x, rate, lower_bound, BOUNDED),)
 
-    # Records, newest first. `since` is the log-decay since the newest record of the block that comes next.
-    since = g
-    score_q = ()
-    score_k = ()
-    for n in tl.static_range(NB):
-        r = n * RB + orb
-        record = p - 1 - r
-        live = r < p
-        p_key = ring_k + row * s_k + i_h * (L * K) + record[:, None] * K + oc[None, :]
-        sq = tl.zeros([RB, CH], tl.float32)
-        sk = tl.zeros([RB, CH], tl.float32)
-        further = ()
-        for c in tl.static_range(NC):
-            key = tl.load(p_key + c * CH, mask=live[:, None], other=0.0).to(tl.float32)
-            if GATE == _KDA:
-                p_younger = p_g + (record + 1)[:, None] * K + oc[None, :] + c * CH
-                younger = tl.load(p_younger, mask=(live & (r > 0))[:, None], other=0.0)
-                key *= tl.exp(since[c][None, :] + tl.cumsum(younger, 0))
-                further = further + (since[c] + tl.sum(younger, 0),)
-            sq += key * q[c][None, :]
-            sk += key * k[c][None, :]
-        if GATE == _GDN:
-            younger = tl.load(p_g + record + 1, mask=live & (r > 0), other=0.0)
-            weight = tl.where(live, tl.exp(since + tl.cumsum(younger, 0)), 0.0)
-            score_q = score_q + (tl.sum(sq, 1) * weight,)
-            score_k = score_k + (tl.sum(sk, 1) * (weight * k_norm),)
-            since += tl.sum(younger, 0)
-        else:
-            score_q = score_q + (tl.sum(sq, 1),)
-            score_k = score_k + (tl.sum(sk, 1) * k_norm,)
-            since = further
-
-    # The checkpoint is older than the oldest record by that record's own gate.
-    k = _times(k, k_norm, NC)
+    # Records, newest first.
+    i_key = i_hv if GATE == _SCALED else i_h
+    p_key = ring_k + row * s_k + i_key * (L * K)
     if GATE == _GDN:
-        decay = tl.exp(since + tl.load(p_g, mask=p > 0, other=0.0))
-        zq = _times(q, decay, NC)
-        zk = _times(k, decay, NC)
+        p_g = ring_g + row * s_g + i_hv * L
+        score_q, score_k, zq, zk = _replay_gdn(q, k, g, p, p_key, p_g, K, NB, RB, NC, CH)
+        u_scale = k_norm
+    elif GATE == _KDA:
+        p_g = ring_g + row * s_g + i_hv * (L * K)
+        score_q, score_k, zq, zk = _replay_kda(q, k, g, p, p_key, p_g, K, NB, RB, NC, CH)
+        u_scale = k_norm
     else:
-        decay = ()
+        p_g = ring_g + row * s_g + i_hv * (L * K)
+        total = ()
         for c in tl.static_range(NC):
-            decay = decay + (tl.exp(since[c] + tl.load(p_g + c * CH + oc, mask=oc < p * CH, other=0.0)),)
-        zq = _times_each(q, decay, NC)
-        zk = _times_each(k, decay, NC)
+            total = total + (g[c] + tl.load(p_g + (p - 1) * K + c * CH + oc, mask=oc < p * CH, other=0.0),)
+        score_q, score_k, zq, zk = _replay_scaled(q, k, total, p, p_key, K, NB, RB, NC, CH)
+        u_scale = 1.0
 
     p_u = ring_u + row * s_u + i_hv * (L * V) + v0
     p_v = mixed_qkv + i_n * s_qkv + 2 * H * K + i_hv * V + v0 + ov
@@ -214,24 +280,27 @@ def _decode_kernel(
         hk = _project(tile, zk, NC)
         o = _project(tile, zq, NC)
         for n in tl.static_range(NB):
-            p_old = p_u + i * BV + (p - 1 - n * RB - orb)[:, None] * V + ov[None, :]
-            u_old = tl.load(p_old, mask=(n * RB + orb < p)[:, None], other=0.0).to(tl.float32)
+            r = n * RB + tl.arange(0, RB)
+            p_old = p_u + i * BV + (p - 1 - r)[:, None] * V + ov[None, :]
+            u_old = tl.load(p_old, mask=(r < p)[:, None], other=0.0).to(tl.float32)
             hk += tl.sum(u_old * score_k[n][:, None], 0)
             o += tl.sum(u_old * score_q[n][:, None], 0)
         u = beta * (tl.load(p_v + i * BV).to(tl.float32) - hk)
         tl.store(p_out + i * BV, (o + u * qk).to(out.dtype.element_ty))
-        tl.store(p_u + p * V + i * BV + ov, (u * k_norm).to(ring_u.dtype.element_ty))
+        tl.store(p_u + p * V + i * BV + ov, (u * u_scale).to(ring_u.dtype.element_ty))
 
     if i_split == 0:
         if GATE == _GDN:
             tl.store(p_g + p, g)
         else:
             for c in tl.static_range(NC):
-                tl.store(p_g + p * K + c * CH + oc, g[c])
-        if i_hv % GROUP == 0:
-            p_new = ring_k + row * s_k + i_h * (L * K) + p * K + oc
+                tl.store(p_g + p * K + c * CH + oc, total[c] if GATE == _SCALED else g[c])
+        if GATE == _SCALED:
             for c in tl.static_range(NC):
-                tl.store(p_new + c * CH, tl.load(p_q + H * K + c * CH))
+                tl.store(p_key + p * K + c * CH + oc, k[c] * exp_careful(-total[c]))
+        elif i_hv % GROUP == 0:
+            for c in tl.static_range(NC):
+                tl.store(p_key + p * K + c * CH + oc, tl.load(p_q + H * K + c * CH))
 
 
 class DecodeConfig(NamedTuple):
@@ -308,7 +377,6 @@ def decode(
     scale: float,
     out: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
-    lower_bound: float | None = None,
 ) -> torch.Tensor:
     """One buffered decode step of one layer; appends one record per live entry and leaves the state untouched.
 
@@ -316,7 +384,6 @@ def decode(
         slots, rows: [B] int32 or int64.
         pending: [>= B] int32 from `plan_step`, after which the rows due for a fold must have been materialised.
         scale: usually K ** -0.5.
-        lower_bound: KDA's bounded gate, a negative number; None for the softplus gate.
     Returns: out [B, HV, V]: zeros for padding, NaN for faulty entries.
     Raises: ValueError for shapes that do not fit the ring.
     """
@@ -324,8 +391,6 @@ def decode(
     batch = mixed_qkv.shape[0]
     if s.gate != "gdn":
         a, dt_bias = a.flatten(1), dt_bias.flatten()
-    elif lower_bound is not None:
-        raise ValueError("lower_bound belongs to KDA's bounded gate; this ring is GDN's")
     if out is None:
         out = torch.empty(batch, s.v_heads, s.value_dim, dtype=mixed_qkv.dtype, device=mixed_qkv.device)
     _check(mixed_qkv, a, b, A_log, dt_bias, state_layer, ring, out)
@@ -334,10 +399,10 @@ def decode(
     u, k, g = ring.layers[layer]
     block_v, split, warps, stages = config or choose_config(batch, s.v_heads, s.value_dim, s.key_dim)
     _decode_kernel[(split, s.v_heads, batch)](
-        mixed_qkv, a, b, A_log, dt_bias, out, state_layer, u, k, g, slots, rows, pending, scale, lower_bound or 0.0,
+        mixed_qkv, a, b, A_log, dt_bias, out, state_layer, u, k, g, slots, rows, pending, scale, s.lower_bound or 0.0,
         mixed_qkv.stride(0), a.stride(0), b.stride(0), state_layer.stride(0), u.stride(0), k.stride(0), g.stride(0),
         H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity,
-        GATE=GATE_KINDS[s.gate], BOUNDED=lower_bound is not None,
+        GATE=gate_constant(s), BOUNDED=s.lower_bound is not None,
         RB=min(RECORDS, max(4, triton.next_power_of_2(s.capacity))), CH=min(32, s.key_dim),
         BV=block_v, SPLIT=split, STAGES=stages, num_warps=warps, num_stages=1,
     )  # fmt: skip

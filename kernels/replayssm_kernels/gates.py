@@ -18,17 +18,25 @@ import os
 import triton
 import triton.language as tl
 
+from .ring import RingShape
+
 INTERPRETED: bool = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """True when Triton's interpreter runs the kernels on the CPU (decided at import, as Triton itself does)."""
 
 RECORDS = 16
 """Records per block: the smallest inner size of a product on the tensor cores."""
 
-GDN, KDA = 0, 1
-GATE_KINDS = {"gdn": GDN, "kda": KDA}
-"""RingShape.gate -> the kernels' GATE constant."""
+GDN, KDA, SCALED = 0, 1, 2
+"""The kernels' GATE constant: what a record holds (see ring.py)."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+def gate_constant(shape: RingShape) -> int:
+    """The GATE constant of a ring."""
+    if shape.gate == "gdn":
+        return GDN
+    return SCALED if shape.scaled_keys else KDA
 
 
 @triton.jit
@@ -71,3 +79,16 @@ def log_decay(x, rate, lower_bound, BOUNDED: tl.constexpr):
         return lower_bound * tl.sigmoid(rate * x)
     else:
         return -rate * softplus(x)
+
+
+@triton.jit
+def exp_careful(x):
+    """e^x for |x| <= 100 to one or two units in the last place.
+
+    The GPU's own exponential multiplies x by log2(e) first, which costs |x| / 2 units. Where a weight is the product
+    of a growing and a decaying factor (scaled keys), that error would not be small against the weight.
+    """
+    n = tl.floor(x * 1.4426950408889634 + 0.5)
+    rest = x - n * 0.693359375  # ln 2 in two parts; the first has few enough bits for n times it to be exact
+    rest = rest + n * 2.12194440054690583e-4
+    return tl.exp(rest) * tl.exp2(n)

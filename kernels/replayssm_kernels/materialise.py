@@ -33,11 +33,13 @@ import triton.language as tl
 
 from .cursors import WorkList
 from .decode import check_state
-from .gates import GATE_KINDS, GDN, INTERPRETED, RECORDS, dot_exact
+from .gates import GDN, INTERPRETED, KDA, RECORDS, SCALED, dot_exact, exp_careful, gate_constant
 from .ring import Ring
 
 _PROGRAMS_PER_SM = 8
 _GDN = tl.constexpr(GDN)
+_KDA = tl.constexpr(KDA)
+_SCALED = tl.constexpr(SCALED)
 
 
 @triton.jit
@@ -55,7 +57,6 @@ def _materialise_kernel(
     for t in range(tl.program_id(0), total, tl.num_programs(0)):
         v = (t % TILES) * BV + ov
         i_hv = (t // TILES) % HV
-        i_h = i_hv // (HV // H)
         i_layer = ((t // (TILES * HV)) % layers).to(tl.int64)
         entry = entries + t // (TILES * HV) // layers
         row = tl.load(entry).to(tl.int64)
@@ -74,7 +75,8 @@ def _materialise_kernel(
             else:
                 p_g = ring_g + i_layer * l_g + row * s_g + i_hv * (L * G_RECORD)
                 p_u = ring_u + i_layer * l_u + row * s_u + i_hv * (L * V) + v[None, :]
-                p_k = ring_k + i_layer * l_k + row * s_k + i_h * (L * K) + ok[None, :]
+                i_key = i_hv if GATE == _SCALED else i_hv // (HV // H)
+                p_k = ring_k + i_layer * l_k + row * s_k + i_key * (L * K) + ok[None, :]
                 # `since` is the log-decay since the newest record of the block that comes next.
                 since = 0.0 if GATE == _GDN else tl.zeros([K], tl.float32)
                 acc = tl.zeros([BV, K], tl.float32)
@@ -89,17 +91,22 @@ def _materialise_kernel(
                         weight = tl.where(live, tl.exp(since + tl.cumsum(younger, 0)), 0.0)
                         acc += dot_exact(tl.trans(u * weight[:, None]), key, KEY_SPLIT)
                         since += tl.sum(younger, 0)
-                    else:
+                    elif GATE == _KDA:
                         p_younger = p_g + (record + 1)[:, None] * K + ok[None, :]
                         younger = tl.load(p_younger, mask=(live & (r > 0))[:, None], other=0.0)
                         weighted = key.to(tl.float32) * tl.exp(since[None, :] + tl.cumsum(younger, 0))
                         acc += dot_exact(tl.trans(u), weighted, False)
                         since += tl.sum(younger, 0)
+                    else:
+                        acc += dot_exact(tl.trans(u), key, False)
+                old = tl.load(p_src).to(tl.float32)
                 # The checkpoint is older than the oldest record by that record's own gate.
                 if GATE == _GDN:
-                    new = acc + tl.load(p_src).to(tl.float32) * tl.exp(since + tl.load(p_g))
+                    new = acc + old * tl.exp(since + tl.load(p_g))
+                elif GATE == _KDA:
+                    new = acc + old * tl.exp(since + tl.load(p_g + ok))[None, :]
                 else:
-                    new = acc + tl.load(p_src).to(tl.float32) * tl.exp(since + tl.load(p_g + ok))[None, :]
+                    new = (acc + old) * exp_careful(tl.load(p_g + (upto - 1) * K + ok))[None, :]
                 tl.store(p_dst, new.to(state.dtype.element_ty))
 
 
@@ -132,6 +139,6 @@ def materialise(state: torch.Tensor, ring: Ring, worklist: WorkList, num_program
         state.stride(0), state.stride(1), ring.u.stride(0), ring.u.stride(1),
         ring.k.stride(0), ring.k.stride(1), ring.g.stride(0), ring.g.stride(1),
         H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity,
-        GATE=GATE_KINDS[s.gate], RB=RECORDS, BV=block_v, KEY_SPLIT=s.key_dtype is torch.bfloat16,
+        GATE=gate_constant(s), RB=RECORDS, BV=block_v, KEY_SPLIT=s.key_dtype is torch.bfloat16,
         num_warps=4, num_stages=1,
     )  # fmt: skip

@@ -92,14 +92,18 @@ def replay(S: torch.Tensor, u: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -
 
 
 def replay_row(
-    state: torch.Tensor, ring_u: torch.Tensor, ring_k: torch.Tensor, ring_g: torch.Tensor, upto: int
+    state: torch.Tensor, ring_u: torch.Tensor, ring_k: torch.Tensor, ring_g: torch.Tensor, upto: int, scaled: bool
 ) -> torch.Tensor:
-    """`replay` from one layer's raw ring row: state [HV, V, K], u [HV, L, V], k [H, L, K], g [HV, L] or [HV,
-    L, K].
+    """`replay` from one layer's raw ring row: state [HV, V, K], u [HV, L, V], k [H or HV, L, K], g [HV, L(, K)].
+
+    scaled: the ring keeps scaled keys and accumulated gates; both are turned back first.
     """
-    group = state.shape[0] // ring_k.shape[0]
-    g = ring_g if ring_g.dim() == 3 else ring_g[..., None]
-    return replay(state, ring_u[:, :upto], ring_k[:, :upto].repeat_interleave(group, 0), g[:, :upto])
+    u, k, g = ring_u[:, :upto], ring_k[:, :upto].double(), ring_g[:, :upto].double()
+    if scaled:
+        k = k * g.exp()
+        g = g.diff(dim=1, prepend=torch.zeros_like(g[:, :1]))
+    k = k.repeat_interleave(state.shape[0] // k.shape[0], 0)
+    return replay(state, u, k, g if g.dim() == 3 else g[..., None])
 
 
 @dataclass

@@ -13,9 +13,16 @@ Layout (row-major; L = capacity, H key heads, HV value heads, K and V the head d
     checkpoint  [rows]                     int32          token count of the row's slot, or INERT or FRESH
     faults      [1]                        int32          inconsistent cursors seen so far (0 if all is well)
 
-The log-decay is stored per token and not accumulated: kernels add the gates of the younger records when they
-need a weight. Every gate is <= 0, so those sums never cancel, whereas a difference of two accumulated sums
-loses the small gates that follow a strong one (after g = -1e5 a float32 sum moves in steps of 0.0078).
+The log-decay is stored per token and not accumulated: kernels add the gates of the younger records when they need a
+weight. Every gate is <= 0, so those sums never cancel, whereas a difference of two accumulated sums loses the small
+gates that follow a strong one (after g = -1e5 a float32 sum moves in steps of 0.0078).
+
+Where KDA's gate is bounded so that a whole ring decays by no more than e^SCALED_LIMIT (`RingShape.scaled_keys`), the
+sums stay small enough to be accumulated, and reading a record needs neither its gate nor an exponential:
+
+    u           [layers, rows, HV, L, V]   fp32 or bf16   u_t
+    k           [layers, rows, HV, L, K]   fp32           the normalised key times e^-C_t
+    g           [layers, rows, HV, L, K]   fp32           C_t, the sum of the gates since the checkpoint
 
 Record number j (0 <= j < pending) belongs to token checkpoint + j + 1. Records at and beyond `pending` are
 undefined memory and never read, so a row can be handed to another request without clearing anything but its
@@ -24,6 +31,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,6 +43,9 @@ KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 U_DTYPES = (torch.float32, torch.bfloat16)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GATES = ("gdn", "kda")
+
+SCALED_LIMIT = 80.0
+"""Largest -lower_bound * L for scaled keys: e^80 and e^-80 are normal float32 numbers with room to spare."""
 
 INERT = -2
 """checkpoint of a row that no request has held yet: treated as padding, so warm-up forwards over it touch
@@ -64,6 +75,7 @@ class RingShape:
     key_dtype: torch.dtype
     u_dtype: torch.dtype = torch.float32
     gate: str = "gdn"
+    lower_bound: float | None = None
 
     def validate(self) -> None:
         """Raise ValueError with one sentence that says what is wrong and what is allowed."""
@@ -83,6 +95,13 @@ class RingShape:
             raise ValueError(f"u must be one of {U_DTYPES}, got {self.u_dtype}")
         if self.gate not in GATES:
             raise ValueError(f"the gate must be one of {GATES}, got {self.gate!r}")
+        if self.lower_bound is not None and (self.gate != "kda" or not -math.inf < self.lower_bound < 0):
+            raise ValueError(f"lower_bound is a negative number and for KDA only, got {self.lower_bound} ({self.gate})")
+
+    @property
+    def scaled_keys(self) -> bool:
+        """Whether records hold scaled keys and accumulated gates: decided by the model's bound and the capacity."""
+        return self.lower_bound is not None and -self.lower_bound * self.capacity <= SCALED_LIMIT
 
     @property
     def u_shape(self) -> tuple[int, ...]:
@@ -90,7 +109,13 @@ class RingShape:
 
     @property
     def k_shape(self) -> tuple[int, ...]:
-        return self.layers, self.rows, self.k_heads, self.capacity, self.key_dim
+        heads = self.v_heads if self.scaled_keys else self.k_heads
+        return self.layers, self.rows, heads, self.capacity, self.key_dim
+
+    @property
+    def k_dtype(self) -> torch.dtype:
+        """The dtype in which records keep keys."""
+        return torch.float32 if self.scaled_keys else self.key_dtype
 
     @property
     def g_shape(self) -> tuple[int, ...]:
@@ -107,7 +132,7 @@ class RingShape:
         total = 4  # checkpoint
         for shape, size in (
             (self.u_shape, self.u_dtype.itemsize),
-            (self.k_shape, self.key_dtype.itemsize),
+            (self.k_shape, self.k_dtype.itemsize),
             (self.g_shape, 4),
         ):
             elements = self.layers
@@ -118,7 +143,7 @@ class RingShape:
 
 
 class RingLayer(NamedTuple):
-    """Views of one layer: u [rows, HV, L, V], k [rows, H, L, K], g [rows, HV, L(, K)]."""
+    """Views of one layer: u [rows, HV, L, V], k [rows, H or HV, L, K], g [rows, HV, L(, K)]."""
 
     u: torch.Tensor
     k: torch.Tensor
@@ -149,7 +174,7 @@ class Ring:
         return cls(
             shape=shape,
             u=torch.empty(shape.u_shape, dtype=shape.u_dtype, device=device),
-            k=torch.empty(shape.k_shape, dtype=shape.key_dtype, device=device),
+            k=torch.empty(shape.k_shape, dtype=shape.k_dtype, device=device),
             g=torch.empty(shape.g_shape, dtype=torch.float32, device=device),
             checkpoint=torch.full((shape.rows,), INERT, dtype=torch.int32, device=device),
             faults=torch.zeros(1, dtype=torch.int32, device=device),

@@ -27,9 +27,8 @@ class Inputs:
         device: torch.device,
         seed: int,
         out_dtype: torch.dtype | None = None,
-        lower_bound: float | None = None,
     ) -> None:
-        self.shape, self.batch, self.lower_bound = shape, batch, lower_bound
+        self.shape, self.batch = shape, batch
         self.random = torch.Generator(device).manual_seed(seed)
         width = 2 * shape.k_heads * shape.key_dim + shape.v_heads * shape.value_dim
         layers, heads = shape.layers, shape.v_heads
@@ -64,7 +63,7 @@ class Inputs:
         s = self.shape
         gate_inputs = self.a[layer], self.A_log[layer], self.dt_bias[layer]
         gdn = s.gate == "gdn"
-        g = reference.gdn_gate(*gate_inputs) if gdn else reference.kda_gate(*gate_inputs, self.lower_bound)
+        g = reference.gdn_gate(*gate_inputs) if gdn else reference.kda_gate(*gate_inputs, s.lower_bound)
         beta = reference.update_rate(self.b[layer], rounded=gdn)
         return reference.token(self.mixed_qkv[layer], g, beta, s.k_heads, s.key_dim, self.scale)
 
@@ -87,11 +86,10 @@ class Workload:
         stagger: bool = False,
         out_dtype: torch.dtype | None = None,
         config: DecodeConfig | None = None,
-        lower_bound: float | None = None,
     ) -> None:
         device = torch.device(device)
         self.shape, self.config = shape, config
-        self.inputs = Inputs(shape, batch, device, seed, out_dtype, lower_bound)
+        self.inputs = Inputs(shape, batch, device, seed, out_dtype)
         self.state = self.inputs.random_state(batch + 1, state_dtype)
         self.ring = Ring.allocate(shape, device)
         self.plan = StepPlan.allocate(batch, device)
@@ -116,7 +114,6 @@ class Workload:
             decode(
                 x.mixed_qkv[layer], x.a[layer], x.b[layer], x.A_log[layer], x.dt_bias[layer], self.state[layer],
                 self.ring, layer, self.slots, self.rows, self.plan.pending, x.scale, x.out[layer], self.config,
-                x.lower_bound,
             )  # fmt: skip
         return x.out
 

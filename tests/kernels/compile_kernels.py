@@ -6,6 +6,7 @@ may not. Triton's wheel brings ptxas and cuobjdump.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -21,13 +22,13 @@ from triton.compiler import ASTSource
 
 import replayssm_kernels  # noqa: F401  (fills sys.modules: the functions shadow their modules' names)
 from replayssm_kernels.decode import choose_config
+from replayssm_kernels.gates import GDN, KDA, SCALED
 
 TARGET = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DECODE = sys.modules["replayssm_kernels.decode"]
 MATERIALISE = sys.modules["replayssm_kernels.materialise"]
 CURSORS = sys.modules["replayssm_kernels.cursors"]
-SHORT = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 
 
 def compile_one(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> dict[str, int]:
@@ -50,34 +51,36 @@ def compile_one(kernel: Any, types: dict[str, str], constants: dict[str, Any], w
     return dict(registers=int(registers), spilled=int(stack), shared=compiled.metadata.shared)
 
 
-def layer_types(key: str, state: str, u: str) -> dict[str, str]:
+def layer_types(key: str, state: str, u: str, gate: int) -> dict[str, str]:
     names = dict.fromkeys(("mixed_qkv", "a", "b", "out", "ring_k"), "*" + key)
     names |= dict.fromkeys(("A_log", "dt_bias", "ring_g"), "*fp32")
     names |= dict.fromkeys(("slots", "pending", "count", "entries"), "*i32")
-    return names | dict(state="*" + state, ring_u="*" + u, rows="*i64", scale="fp32", lower_bound="fp32")
+    names |= dict(state="*" + state, ring_u="*" + u, rows="*i64", scale="fp32", lower_bound="fp32")
+    return names | (dict(ring_k="*fp32") if gate == SCALED else {})
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """(name, kernel, types, constants, warps) of what servers launch, and the corners of the supported shapes."""
     sizes = dict(H=16, HV=48, K=128, V=128, L=16)
     configs = sorted({choose_config(batch, 48, 128, 128) for batch in (1, 8, 32, 128, 512)})
-    for gate, state in ((0, "fp32"), (0, "bf16"), (1, "fp32"), (1, "bf16")):
+    for gate, state in itertools.product((GDN, KDA, SCALED), ("fp32", "bf16")):
         for c in configs:
             constants = dict(
-                sizes, GATE=gate, BOUNDED=False, RB=16, CH=32, BV=c.block_v, SPLIT=c.split, STAGES=c.stages
+                sizes, GATE=gate, BOUNDED=gate == SCALED, RB=16, CH=32, BV=c.block_v, SPLIT=c.split, STAGES=c.stages
             )
-            types = layer_types("bf16", state, "fp32")
+            types = layer_types("bf16", state, "fp32", gate)
             yield f"decode gate {gate} {state} {tuple(c)}", DECODE._decode_kernel, types, constants, c.warps
-    for gate, dim, capacity, key in ((0, 256, 64, "bf16"), (0, 16, 1, "fp16"), (1, 64, 7, "fp32")):
+    for gate, dim, capacity, key in ((GDN, 256, 64, "bf16"), (GDN, 16, 1, "fp16"), (KDA, 64, 7, "fp32")):
         c = choose_config(1, 4, dim, dim)
-        constants = dict(H=2, HV=4, K=dim, V=dim, L=capacity, GATE=gate, BOUNDED=gate == 1)
+        constants = dict(H=2, HV=4, K=dim, V=dim, L=capacity, GATE=gate, BOUNDED=gate == KDA)
         constants |= dict(RB=min(16, max(4, triton.next_power_of_2(capacity))), CH=min(32, dim))
         constants |= dict(BV=c.block_v, SPLIT=c.split, STAGES=c.stages)
-        types = layer_types(key, "fp32", "bf16")
+        types = layer_types(key, "fp32", "bf16", gate)
         yield f"decode gate {gate} dim {dim} L {capacity} {key}", DECODE._decode_kernel, types, constants, c.warps
-    for gate, key, state in ((0, "bf16", "fp32"), (0, "bf16", "bf16"), (0, "fp16", "fp32"), (1, "bf16", "fp32")):
+    folds = [(gate, "bf16", state) for gate in (GDN, KDA, SCALED) for state in ("fp32", "bf16")]
+    for gate, key, state in (*folds, (GDN, "fp16", "fp32")):
         constants = dict(sizes, GATE=gate, RB=16, BV=64, KEY_SPLIT=key == "bf16")
-        types = layer_types(key, state, "fp32")
+        types = layer_types(key, state, "fp32", gate)
         yield f"materialise gate {gate} {key} {state}", MATERIALISE._materialise_kernel, types, constants, 4
     plan = dict.fromkeys(("checkpoint", "faults", "slots", "track_slots", "pending", "fold_count", "fold"), "*i32")
     plan |= dict.fromkeys(("snapshot_count", "snapshot", "count_out", "entries"), "*i32")

@@ -5,7 +5,6 @@ oracle.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -55,15 +54,14 @@ def make_shape(**changes: object) -> RingShape:
     return RingShape(**{**base, **changes})
 
 
-class Gate(NamedTuple):
-    """A gate kind: RingShape.gate, and KDA's lower bound where the gate is bounded."""
-
-    kind: str
-    lower_bound: float | None = None
-
+# The gate kinds, as changes to a shape. With L > 16 (or L > 2 for the second bound) the bounded gate keeps raw keys.
+GDN = dict(gate="gdn")
+KDA = dict(gate="kda")
+BOUNDED = dict(gate="kda", lower_bound=-5.0)
+VERY_BOUNDED = dict(gate="kda", lower_bound=-35.0)
 
 each_gate = pytest.mark.parametrize(
-    "gate", [Gate("gdn"), Gate("kda"), Gate("kda", -5.0)], ids=["gdn", "kda", "kda-bounded"]
+    "gate", [GDN, KDA, BOUNDED, VERY_BOUNDED], ids=["gdn", "kda", "bounded", "very-bounded"]
 )
 
 
@@ -87,10 +85,8 @@ class Machine:
         state_dtype: torch.dtype = torch.float32,
         seed: int = 0,
         poison: bool = True,
-        lower_bound: float | None = None,
     ) -> None:
         self.shape = shape
-        self.lower_bound = lower_bound
         self.random = torch.Generator().manual_seed(seed)
         self.ring = Ring.allocate(shape, DEVICE)
         if poison:  # a record that is read before it was written shows up as NaN
@@ -149,7 +145,7 @@ class Machine:
     def gate(self, layer: int, x: Inputs) -> torch.Tensor:
         if self.shape.gate == "gdn":
             return reference.gdn_gate(x.a, self.A_log[layer], self.dt_bias[layer])
-        return reference.kda_gate(x.a, self.A_log[layer], self.dt_bias[layer], self.lower_bound)
+        return reference.kda_gate(x.a, self.A_log[layer], self.dt_bias[layer], self.shape.lower_bound)
 
     def token(self, layer: int, x: Inputs) -> reference.Token:
         s = self.shape
@@ -200,7 +196,7 @@ class Machine:
         slots = self.ints([self.slot.get(r, -1) for r in requests], torch.int32)
         return decode(
             x.mixed_qkv, x.a, x.b, self.A_log[layer], self.dt_bias[layer], self.state[layer], self.ring,
-            layer, slots, rows, self.plan.pending, self.scale, lower_bound=self.lower_bound,
+            layer, slots, rows, self.plan.pending, self.scale,
         )  # fmt: skip
 
     def fold(self, requests: list[int]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from replayssm_kernels import reference
-from tests.kernels.machine import DEVICE, Inputs, Machine, make_shape, need_bf16
+from tests.kernels.machine import BOUNDED, DEVICE, GDN, KDA, Inputs, Machine, make_shape, need_bf16
 
 BOUND = 1e-5  # measured in the interpreter: 2.3e-7 for outputs and states; a GPU's exp is coarser (2e-6 to 3e-6)
 
@@ -84,17 +84,33 @@ def test_long_decodes_stay_within_the_bound(decays: list[float], steps: int) -> 
     assert m.ring.faults == 0
 
 
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("gate", [KDA, BOUNDED], ids=["kda", "bounded"])
 @pytest.mark.parametrize("steps", [256, pytest.param(4096, marks=pytest.mark.long)])
-def test_kda_channels_of_every_speed(steps: int, lower_bound: float | None) -> None:
+def test_kda_channels_of_every_speed(steps: int, gate: dict) -> None:
     """One head whose key channels range from decays of exactly 1 over 0.99999 to 0 (bounded: to e^-5)."""
-    decays = [1.0, 0.99999, 0.9995, 0.99, 0.9, 0.5, 0.1, 1e-2] * 2 if lower_bound else [1.0, 0.99999, 0.9995, 0.0] * 4
-    x = [bounded_input(d, lower_bound) if lower_bound else gate_input(d) for d in decays]
-    m = Machine(make_shape(v_heads=1, gate="kda", capacity=16), lower_bound=lower_bound)
-    m.A_log.zero_()
-    m.dt_bias.zero_()
+    bound = gate.get("lower_bound")
+    if bound is None:
+        decays = [1.0, 0.99999, 0.9995, 0.0] * 4
+        x = [gate_input(d) for d in decays]
+    else:
+        decays = [1.0, 0.99999, 0.9995, 0.99, 0.9, 0.5, 0.1, 0.0068] * 2
+        x = [bounded_input(d, bound) for d in decays]
+    m, _ = machine([0.5], capacity=16, **gate)
+    assert m.shape.scaled_keys == (bound is not None)
     m.start(1, row=1, slot=1, length=100)
     output_error, state_error = run(m, steps, torch.tensor([x], device=DEVICE))
+    print(f"outputs {output_error:.1e}, state {state_error:.1e}")
+    assert output_error <= BOUND
+    assert state_error <= BOUND
+
+
+def test_bounded_gates_at_their_bound_and_then_none() -> None:
+    """The worst case of scaled keys: the sum of gates goes to -75, then a record must keep its full weight."""
+    m, _ = machine([0.5], capacity=16, **BOUNDED)
+    m.start(1, row=1, slot=1, length=5)
+    x = ([40.0] * 15 + [-40.0]) * 3  # sigmoid 1 and 0: fifteen tokens at the bound, one that holds
+    a = [torch.full((1, m.shape.gate_width), v, device=DEVICE) for v in x]
+    output_error, state_error = run(m, len(x), a)
     print(f"outputs {output_error:.1e}, state {state_error:.1e}")
     assert output_error <= BOUND
     assert state_error <= BOUND
@@ -112,12 +128,12 @@ def test_slow_gates_keep_their_digits() -> None:
     assert abs(naive / exact - 1) > 1e-3, "this input no longer separates the two formulas"
 
 
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_small_gates_after_a_strong_one(kind: str) -> None:
+@pytest.mark.parametrize("gate", [GDN, KDA], ids=["gdn", "kda"])
+def test_small_gates_after_a_strong_one(gate: dict) -> None:
     """A gate of -1e5 wipes the state; the gates of 1e-3 after it must still count. An accumulated sum loses them."""
     gates = [-0.3, -1e5] + [-1e-3] * 10
     x = [gate_input(math.exp(g)) if g > -700 else -g for g in gates]
-    m, _ = machine([0.5], capacity=16, gate=kind)
+    m, _ = machine([0.5], capacity=16, **gate)
     m.start(1, row=1, slot=1, length=5)
     a = [torch.full((1, m.shape.gate_width), v, device=DEVICE) for v in x]
     output_error, state_error = run(m, len(x), a)
@@ -130,10 +146,10 @@ def test_small_gates_after_a_strong_one(kind: str) -> None:
     assert abs(naive / exact - 1) > 1e-3, "these gates no longer separate the two forms of a record"
 
 
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_alternating_decays_of_zero_and_one(kind: str) -> None:
+@pytest.mark.parametrize("gate", [GDN, KDA], ids=["gdn", "kda"])
+def test_alternating_decays_of_zero_and_one(gate: dict) -> None:
     """Log-decays of -inf and 0 anywhere in the ring: no NaN, and a wiped past stays wiped."""
-    m, _ = machine([1.0, 0.0], capacity=7, gate=kind)
+    m, _ = machine([1.0, 0.0], capacity=7, **gate)
     m.start(1, row=1, slot=1, length=5)
     off, on, half = gate_input(0.0), gate_input(1.0), gate_input(0.5)
     pattern = [(on, off), (off, off), (on, on), (half, on), (off, half), (on, off), (on, on), (on, on)]

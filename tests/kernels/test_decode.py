@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from replayssm_kernels import decode, reference, set_checkpoint
-from tests.kernels.machine import DEVICE, PADDING, Gate, Machine, each_gate, make_shape, need_bf16
+from tests.kernels.machine import BOUNDED, DEVICE, GDN, KDA, PADDING, Machine, each_gate, make_shape, need_bf16
 
 # Relative error of a state after a few dozen steps in float32, measured 6e-8 to 3e-7.
 STATE_BOUND = 1e-6
@@ -14,9 +14,9 @@ STATE_BOUND = 1e-6
 
 @each_gate
 @pytest.mark.parametrize("capacity", [1, 2, 3, 7, 16, 17, 64])
-def test_every_capacity_over_two_folds(capacity: int, gate: Gate) -> None:
+def test_every_capacity_over_two_folds(capacity: int, gate: dict) -> None:
     """Outputs stay exact before, across and after folds, for powers of two and other capacities."""
-    m = Machine(make_shape(capacity=capacity, v_heads=1, gate=gate.kind), lower_bound=gate.lower_bound)
+    m = Machine(make_shape(capacity=capacity, v_heads=1, **gate))
     m.start(request=5, row=2, slot=3, length=11)
     steps = 2 * capacity + 2 if capacity < 64 else 66
     for _ in range(steps):
@@ -31,11 +31,11 @@ def test_every_capacity_over_two_folds(capacity: int, gate: Gate) -> None:
     "k_heads,v_heads,key_dim,value_dim",
     [(1, 1, 16, 32), (2, 2, 32, 16), (1, 3, 64, 32), (2, 4, 16, 64), (1, 2, 128, 128), (1, 1, 256, 256)],
 )
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_head_shapes(k_heads: int, v_heads: int, key_dim: int, value_dim: int, kind: str) -> None:
+@each_gate
+def test_head_shapes(k_heads: int, v_heads: int, key_dim: int, value_dim: int, gate: dict) -> None:
     """Head dims from 16 to 256, with and without groups of v-heads that share a key head."""
     heads = dict(k_heads=k_heads, v_heads=v_heads, key_dim=key_dim, value_dim=value_dim)
-    m = Machine(make_shape(**heads, capacity=3, gate=kind), slots=4)
+    m = Machine(make_shape(**heads, capacity=3, **gate), slots=4)
     m.start(1, row=1, slot=1, length=7)
     for _ in range(5):
         m.step([1])
@@ -45,14 +45,14 @@ def test_head_shapes(k_heads: int, v_heads: int, key_dim: int, value_dim: int, k
 
 @pytest.mark.parametrize("key_dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("u_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_activation_and_record_dtypes(key_dtype: torch.dtype, u_dtype: torch.dtype, kind: str) -> None:
+@each_gate
+def test_activation_and_record_dtypes(key_dtype: torch.dtype, u_dtype: torch.dtype, gate: dict) -> None:
     """16-bit activations cost nothing but the rounding of the outputs; bf16 records are the documented opt-
     in.
     """
     if torch.bfloat16 in (key_dtype, u_dtype):
         need_bf16()
-    m = Machine(make_shape(key_dtype=key_dtype, u_dtype=u_dtype, key_dim=32, gate=kind))
+    m = Machine(make_shape(key_dtype=key_dtype, u_dtype=u_dtype, key_dim=32, **gate))
     # bf16 u: rounding of every record to 8 bits, measured 0.7e-3 to 1.7e-3 on outputs and states.
     loose = 4e-3 if u_dtype is torch.bfloat16 else 0.0
     m.output_bound = lambda: max(loose, Machine.output_bound(m))  # type: ignore[method-assign]
@@ -66,9 +66,9 @@ def test_activation_and_record_dtypes(key_dtype: torch.dtype, u_dtype: torch.dty
 
 
 @each_gate
-def test_permuted_rows_padding_and_changing_batches(gate: Gate) -> None:
+def test_permuted_rows_padding_and_changing_batches(gate: dict) -> None:
     """Rows, slots and batch places are unrelated; padded entries are inert wherever they stand."""
-    m = Machine(make_shape(layers=2, rows=9, capacity=3, gate=gate.kind), lower_bound=gate.lower_bound)
+    m = Machine(make_shape(layers=2, rows=9, capacity=3, **gate))
     for request, row, slot in ((1, 8, 2), (2, 1, 9), (3, 5, 4)):
         m.start(request, row, slot, length=10 * request)
     for batch in ([1, 2, 3], [PADDING, 3, 1], [2], [3, PADDING, 2, 1, PADDING], [1, 3], [2, 3, 1], [1, 2, 3]):
@@ -100,9 +100,9 @@ def test_snapshot_at_a_track_boundary_is_the_state_after_this_step() -> None:
 
 
 @each_gate
-def test_snapshot_on_the_step_of_a_fold_and_with_a_full_ring(gate: Gate) -> None:
+def test_snapshot_on_the_step_of_a_fold_and_with_a_full_ring(gate: dict) -> None:
     """upto runs from 1 (the step after a fold) to L (the ring is full with this step's own record)."""
-    m = Machine(make_shape(capacity=3, gate=gate.kind), lower_bound=gate.lower_bound)
+    m = Machine(make_shape(capacity=3, **gate))
     m.start(1, row=1, slot=1, length=8)
     for taken in range(7):
         m.step([1], track={1: 5})
@@ -165,8 +165,8 @@ def test_strided_inputs_and_given_output() -> None:
 
 def test_beta_is_rounded_as_sglang_rounds_it() -> None:
     """GDN rounds beta to b's dtype, KDA does not: with b in fp16 the two differ by far more than the bound."""
-    for kind, rounded in (("gdn", True), ("kda", False)):
-        m = Machine(make_shape(gate=kind, v_heads=1))
+    for gate, rounded in ((GDN, True), (KDA, False), (BOUNDED, False)):
+        m = Machine(make_shape(**gate, v_heads=1))
         m.start(1, row=1, slot=1, length=3)
         m.launch_plan([1], [4])
         x = m.inputs(1)[0]
@@ -177,12 +177,12 @@ def test_beta_is_rounded_as_sglang_rounds_it() -> None:
             t = m.token(0, x)._replace(beta=reference.update_rate(x.b, rounded=how))
             o, _, _ = reference.step(m.state[0, 1].double()[None], t)
             errors[how] = reference.relative_error(out, o)
-        assert errors[rounded] <= 1e-6 and errors[not rounded] > 1e-5, (kind, errors)
+        assert errors[rounded] <= 1e-6 and errors[not rounded] > 1e-5, (gate, errors)
 
 
 def test_kda_takes_gates_per_head_too() -> None:
-    """a as [B, HV, K] and dt_bias as [HV, K] are the same numbers; GDN's ring refuses a lower bound."""
-    m = Machine(make_shape(gate="kda"))
+    """a as [B, HV, K] and dt_bias as [HV, K] are the same numbers as the flat forms."""
+    m = Machine(make_shape(**KDA))
     m.start(1, row=1, slot=1, length=3)
     m.launch_plan([1], [4])
     x = m.inputs(1)[0]
@@ -193,11 +193,6 @@ def test_kda_takes_gates_per_head_too() -> None:
         slots, rows, m.plan.pending, m.scale,
     )  # fmt: skip
     assert torch.equal(flat, shaped)
-    m = Machine(make_shape(), lower_bound=-5.0)
-    m.start(1, row=1, slot=1, length=3)
-    m.launch_plan([1], [4])
-    with pytest.raises(ValueError, match="lower_bound"):
-        m.launch_decode(0, [1], m.inputs(1)[0])
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -234,6 +229,20 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError):
             call(**bad)
+
+
+@each_gate
+def test_pending_counts_without_a_place_in_the_ring_are_faults(gate: dict) -> None:
+    """decode itself refuses what plan_step never gives: a full ring has no room for this token's record."""
+    m = Machine(make_shape(capacity=2, **gate))
+    for request in (1, 2, 3):
+        m.start(request, row=request, slot=request, length=3)
+    m.launch_plan([1, 2, 3], [4, 4, 4])
+    m.plan.pending[:3] = m.ints([2, 2**30, -7])
+    before = [t.clone() for t in (m.ring.u, m.ring.k, m.ring.g)]
+    assert m.launch_decode(0, [1, 2, 3], m.inputs(3)[0]).isnan().all()
+    for old, new in zip(before, (m.ring.u, m.ring.k, m.ring.g), strict=True):
+        assert torch.equal(old.nan_to_num(7.0), new.nan_to_num(7.0))
 
 
 def test_a_row_handed_on_without_a_reset_is_detected() -> None:

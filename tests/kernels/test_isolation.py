@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.machine import PADDING, Gate, Inputs, Machine, each_gate, make_shape
+from tests.kernels.machine import PADDING, Inputs, Machine, each_gate, make_shape
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v", "a", "b", "state"])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_poison_stays_in_its_request(where: str, poison: float, kind: str) -> None:
+@each_gate
+def test_poison_stays_in_its_request(where: str, poison: float, gate: dict) -> None:
     """The neighbours' outputs and states are bit for bit those of a run without the poisoned request's trouble."""
     results = []
     for value in (1.0, poison):
-        m = Machine(make_shape(k_heads=1, v_heads=2, capacity=3, gate=kind))
+        m = Machine(make_shape(k_heads=1, v_heads=2, capacity=3, **gate))
         for request in (1, 2, 3):
             m.start(request, row=request, slot=request, length=request)
         if where == "state":
@@ -42,9 +42,9 @@ def test_poison_stays_in_its_request(where: str, poison: float, kind: str) -> No
 
 
 @each_gate
-def test_a_reused_row_is_clean_after_a_poisoned_owner(gate: Gate) -> None:
+def test_a_reused_row_is_clean_after_a_poisoned_owner(gate: dict) -> None:
     """The old owner's ring is full of NaN; its row and even its slot go to a new request, which never sees them."""
-    m = Machine(make_shape(layers=2, capacity=4, gate=gate.kind), lower_bound=gate.lower_bound)
+    m = Machine(make_shape(layers=2, capacity=4, **gate))
     m.start(1, row=2, slot=3, length=10)
     for _ in range(3):
         x = [Inputs(torch.full_like(i.mixed_qkv, float("nan")), i.a, i.b) for i in m.inputs(1)]

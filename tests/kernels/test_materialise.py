@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from replayssm_kernels import Ring, RingShape, WorkList, materialise, reference
-from tests.kernels.machine import DEVICE, make_shape, need_bf16
+from tests.kernels.machine import DEVICE, each_gate, make_shape, need_bf16
 
 # One replay of up to 64 records in float32; measured 5e-8 to 2e-7 (fp32 states), 1.7e-3 (bf16), 2e-4 (fp16).
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}
@@ -18,12 +18,16 @@ def fill(shape: RingShape, state_dtype: torch.dtype, seed: int = 0) -> tuple[Rin
     random = torch.Generator().manual_seed(seed)
     ring = Ring.allocate(shape, DEVICE)
     ring.u.copy_(torch.randn(shape.u_shape, generator=random))
-    ring.k.copy_(torch.randn(shape.k_shape, generator=random))
+    key = torch.randn(shape.k_shape, generator=random)
     gates = -torch.rand(shape.g_shape, generator=random).pow(4) * 3
     kind = torch.rand(shape.g_shape, generator=random)
     gates[kind < 0.05] = 0.0
     gates[(kind > 0.95) & (kind < 0.97)] = -1e5
     gates[kind > 0.98] = float("-inf")
+    if shape.scaled_keys:  # accumulated gates within the bound, and keys that carry them
+        gates = gates.clamp_min(shape.lower_bound).cumsum(-2)
+        key *= torch.exp(-gates)
+    ring.k.copy_(key)
     ring.g.copy_(gates)
     size = shape.layers, SLOTS, shape.v_heads, shape.value_dim, shape.key_dim
     return ring, torch.randn(size, generator=random).to(state_dtype).to(DEVICE)
@@ -41,7 +45,7 @@ def worklist(entries: list[tuple[int, int, int, int]], room: int = 0) -> WorkLis
 def expected(ring: Ring, state: torch.Tensor, entry: tuple[int, int, int, int]) -> torch.Tensor:
     row, src, _, upto = entry
     layers = [
-        reference.replay_row(state[i, src], layer.u[row], layer.k[row], layer.g[row], upto)
+        reference.replay_row(state[i, src], layer.u[row], layer.k[row], layer.g[row], upto, ring.shape.scaled_keys)
         for i, layer in enumerate(ring.layers)
     ]
     return torch.stack(layers)
@@ -49,10 +53,10 @@ def expected(ring: Ring, state: torch.Tensor, entry: tuple[int, int, int, int]) 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 7, 16, 17])
 @pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_every_position(capacity: int, in_place: bool, kind: str) -> None:
+@each_gate
+def test_every_position(capacity: int, in_place: bool, gate: dict) -> None:
     """upto from 0 to L: the destination is exact, everything else stays bit for bit what it was."""
-    ring, state = fill(make_shape(layers=2, capacity=capacity, gate=kind), torch.float32, seed=capacity)
+    ring, state = fill(make_shape(layers=2, capacity=capacity, **gate), torch.float32, seed=capacity)
     for upto in range(capacity + 1):
         entry = (3, 4, 4 if in_place else 7, upto)
         before = state.clone()
@@ -65,11 +69,11 @@ def test_every_position(capacity: int, in_place: bool, kind: str) -> None:
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("key_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_dtypes(state_dtype: torch.dtype, key_dtype: torch.dtype, kind: str) -> None:
+@each_gate
+def test_dtypes(state_dtype: torch.dtype, key_dtype: torch.dtype, gate: dict) -> None:
     if torch.bfloat16 in (state_dtype, key_dtype):
         need_bf16()
-    ring, state = fill(make_shape(key_dtype=key_dtype, capacity=5, gate=kind), state_dtype)
+    ring, state = fill(make_shape(key_dtype=key_dtype, capacity=5, **gate), state_dtype)
     entry = (2, 1, 8, 5)
     want = expected(ring, state, entry)
     materialise(state, ring, worklist([entry]))
@@ -79,10 +83,10 @@ def test_dtypes(state_dtype: torch.dtype, key_dtype: torch.dtype, kind: str) -> 
 @pytest.mark.parametrize(
     "k_heads,v_heads,key_dim,value_dim", [(2, 4, 16, 32), (1, 3, 64, 16), (1, 1, 128, 128), (1, 1, 256, 256)]
 )
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_head_shapes(k_heads: int, v_heads: int, key_dim: int, value_dim: int, kind: str) -> None:
+@each_gate
+def test_head_shapes(k_heads: int, v_heads: int, key_dim: int, value_dim: int, gate: dict) -> None:
     heads = dict(k_heads=k_heads, v_heads=v_heads, key_dim=key_dim, value_dim=value_dim)
-    shape = make_shape(**heads, capacity=6, gate=kind)
+    shape = make_shape(**heads, capacity=6, **gate)
     ring, state = fill(shape, torch.float32)
     entry = (1, 2, 3, 6)
     want = expected(ring, state, entry)
@@ -135,10 +139,10 @@ def test_an_unknown_position_gives_nan_not_an_old_state(upto: int) -> None:
     assert torch.equal(state, before)
 
 
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_dead_records_are_never_read(kind: str) -> None:
+@each_gate
+def test_dead_records_are_never_read(gate: dict) -> None:
     """NaN beyond `upto` and in every other row changes nothing."""
-    shape = make_shape(layers=2, capacity=5, gate=kind)
+    shape = make_shape(layers=2, capacity=5, **gate)
     ring, state = fill(shape, torch.float32)
     clean = state.clone()
     materialise(clean, ring, worklist([(3, 4, 7, 2)]))

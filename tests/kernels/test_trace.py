@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replayssm_kernels import mark_fresh
-from tests.kernels.machine import PADDING, Gate, Machine, make_shape
+from tests.kernels.machine import BOUNDED, GDN, KDA, PADDING, VERY_BOUNDED, Machine, make_shape
 
 STATE_BOUND = 2e-6  # some dozens of float32 steps and folds; measured up to 5e-7
 ROWS, SLOTS = 5, 9
@@ -29,7 +29,7 @@ shapes = st.fixed_dictionaries(
         value_dim=st.sampled_from([16, 32]),
         capacity=st.sampled_from([1, 2, 3, 4, 5, 8]),
         key_dtype=st.sampled_from([torch.float32, torch.float16]),
-        gate=st.sampled_from([Gate("gdn"), Gate("kda"), Gate("kda", -5.0)]),
+        gate=st.sampled_from([GDN, KDA, BOUNDED, VERY_BOUNDED]),
     )
 )
 
@@ -48,9 +48,9 @@ class Server:
             value_dim=drawn["value_dim"],
             capacity=drawn["capacity"],
             key_dtype=drawn["key_dtype"],
-            gate=drawn["gate"].kind,
+            **drawn["gate"],
         )
-        self.machine = Machine(shape, slots=SLOTS, seed=seed, lower_bound=drawn["gate"].lower_bound)
+        self.machine = Machine(shape, slots=SLOTS, seed=seed)
         self.running: list[int] = []
         self.next_request = 1
 

@@ -77,9 +77,6 @@ class Lineup:
         log = (s.out / "logs" / f"{_file_name(arm)}-seed{visit.seeds[0]}.log").absolute()
         gate = log.with_suffix(".gate") if gated else None
         if gate is not None:
-            gate.unlink(missing_ok=True)
-            for marker in log.parent.glob(f"{gate.name}.*.waiting"):
-                marker.unlink()
             command = [command[0], str(_LAUNCH), str(gate), *command[3:]]
         env = arm.environment({**os.environ, **s.profile.env, **s.server_env})
         return Server(command, env, log, port, gate=gate).start()

@@ -71,6 +71,7 @@ class Server:
         """Start the process unless it runs already; the caller sees to :meth:`stop`."""
         if self._process is not None:
             return self
+        self._clear_gate()  # one left over from an earlier run would stand open
         self.log.parent.mkdir(parents=True, exist_ok=True)
         tied = [sys.executable, "-c", _TIE_TO_PARENT, str(os.getpid()), *self.command]
         with open(self.log, "wb") as log:
@@ -107,6 +108,11 @@ class Server:
     def waits_at_gate(self) -> bool:
         """Whether one of its processes has come as far as the closed gate."""
         return self._gate is not None and any(self._gate.parent.glob(f"{self._gate.name}.*.waiting"))
+
+    def _clear_gate(self) -> None:
+        if self._gate is not None:
+            for path in (self._gate, *self._gate.parent.glob(f"{self._gate.name}.*.waiting")):
+                path.unlink(missing_ok=True)
 
     async def ready(self, client: Client, timeout: float, tick: Callable[[float], None] = lambda s: None) -> float:
         """Seconds until the server answered its health check. BenchError, with its last lines, if it dies or is late.
@@ -156,6 +162,7 @@ class Server:
                 if not _session_members(session):
                     self._process.wait()
                     self._process = None
+                    self._clear_gate()
                     return
                 time.sleep(0.05)
             _kill_session(session)

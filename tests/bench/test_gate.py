@@ -104,4 +104,5 @@ def test_next_server_is_ahead_but_never_at_work(tmp_path, fake_packages, monkeyp
             until(lambda: says("three", "imported"), "the third server's imports")
         lineup._ahead[1].grace = 0.3
     assert not says("three", "selected")
+    assert sorted(p.suffix for p in (tmp_path / "logs").iterdir()) == [".log"] * 3  # no gate is left behind
     assert lineup.commands["two"][1:3] == ["-m", "sglang.launch_server"] and lineup.commands["two"][-1] == "--two"

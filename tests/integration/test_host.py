@@ -89,7 +89,7 @@ def test_plain_is_the_default_cache_without_the_plugin(server: Server) -> None:
     assert info["disable_radix_cache"] is False
     assert info["disable_overlap_schedule"] is False
     assert "Components: (<ComponentType.FULL" in server.log_text()
-    assert "replayssm" not in server.log_text().lower()
+    assert "sglang-replayssm" not in server.log_text()
 
 
 def test_failed_start_shows_the_last_lines_and_leaves_nothing(tmp_path: Path) -> None:

@@ -89,7 +89,8 @@ def _bind_builtins_late() -> None:
     everything again, without ever restoring it, which is most of a launch's time.
     """
     patch_lang = interpreter._patch_lang
-    patched: dict[int, Any] = {}  # id of a language module -> the scope that restores it
+    patched: list[ModuleType] = []
+    scopes: list[Any] = []
 
     class Restore:
         """What the outermost launch restores at its end; the launches within own nothing."""
@@ -99,18 +100,20 @@ def _bind_builtins_late() -> None:
 
         def restore(self) -> None:
             if self.outermost:
-                for scope in reversed(patched.values()):
+                for scope in reversed(scopes):
                     scope.restore()
+                scopes.clear()
                 patched.clear()
 
     def patch_once(fn: Any) -> Restore:
         _look_up_late(fn.__globals__)
-        languages = [v for v in fn.__globals__.values() if isinstance(v, ModuleType) and v in (tl, tl.core)]
         outermost = not patched
-        if not all(id(language) in patched for language in languages):
-            scope = patch_lang(fn)
-            for language in languages:
-                patched[id(language)] = scope
+        # tl shows what is in tl.core: a kernel's module may hold either or both
+        languages = [v for v in fn.__globals__.values() if isinstance(v, ModuleType) and v in (tl, tl.core)]
+        new = [language for language in languages if language not in patched]
+        if new:
+            scopes.append(patch_lang(fn))
+            patched.extend(new)
         return Restore(outermost)
 
     interpreter._patch_lang = patch_once

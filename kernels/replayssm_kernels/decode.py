@@ -41,160 +41,22 @@ import triton.language as tl
 
 from .cursors import PAD
 from .gates import GDN, INTERPRETED, KDA, RECORDS, SCALED, exp_careful, gate_constant, log_decay
+from .replay import (
+    dot_chunks,
+    load_chunks,
+    load_chunks_f32,
+    project,
+    replay_gdn,
+    replay_kda,
+    replay_scaled,
+    times,
+)
 from .ring import STATE_DTYPES, Ring
 
 _PAD = tl.constexpr(PAD)
 _GDN = tl.constexpr(GDN)
 _KDA = tl.constexpr(KDA)
 _SCALED = tl.constexpr(SCALED)
-
-
-@triton.jit
-def _load(p, NC: tl.constexpr, CH: tl.constexpr):
-    """Load NC neighbouring chunks of CH elements along K as a tuple."""
-    chunks = ()
-    for c in tl.static_range(NC):
-        chunks = chunks + (tl.load(p + c * CH),)
-    return chunks
-
-
-@triton.jit
-def _load_f32(p, NC: tl.constexpr, CH: tl.constexpr):
-    chunks = ()
-    for c in tl.static_range(NC):
-        chunks = chunks + (tl.load(p + c * CH).to(tl.float32),)
-    return chunks
-
-
-@triton.jit
-def _dot_chunks(x, y, NC: tl.constexpr):
-    """x . y of two vectors in chunks."""
-    acc = x[0] * y[0]
-    for c in tl.static_range(1, NC):
-        acc += x[c] * y[c]
-    return tl.sum(acc, 0)
-
-
-@triton.jit
-def _project(tile, x, NC: tl.constexpr):
-    """tile [rows, K] times x [K], both in chunks: [rows] in fp32."""
-    acc = tile[0].to(tl.float32) * x[0][None, :]
-    for c in tl.static_range(1, NC):
-        acc += tile[c].to(tl.float32) * x[c][None, :]
-    return tl.sum(acc, 1)
-
-
-@triton.jit
-def _times(x, factor, NC: tl.constexpr):
-    """Chunked vector times a number."""
-    chunks = ()
-    for c in tl.static_range(NC):
-        chunks = chunks + (x[c] * factor,)
-    return chunks
-
-
-@triton.jit
-def _times_exp(x, log, NC: tl.constexpr):
-    """Chunked vector times e^log, channel by channel."""
-    chunks = ()
-    for c in tl.static_range(NC):
-        chunks = chunks + (x[c] * tl.exp(log[c]),)
-    return chunks
-
-
-@triton.jit
-def _replay_gdn(
-    q, k, g, p, p_key, p_g, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr, CH: tl.constexpr
-):
-    """Weigh p records and the checkpoint for this token. Returns (score_q, score_k, zq, zk).
-
-    score_q, score_k: per block of records, newest first, e^{G_j} k_j . q and e^{G_j} k_j . k; zq, zk: e^G q and e^G k.
-    """
-    oc = tl.arange(0, CH)
-    score_q = ()
-    score_k = ()
-    since = g  # log-decay since the newest record of the next block
-    for n in tl.static_range(NB):
-        r = n * RB + tl.arange(0, RB)
-        record = p - 1 - r
-        live = r < p
-        younger = tl.load(p_g + record + 1, mask=live & (r > 0), other=0.0)
-        weight = tl.where(live, tl.exp(since + tl.cumsum(younger, 0)), 0.0)
-        since += tl.sum(younger, 0)
-        sq = tl.zeros([RB, CH], tl.float32)
-        sk = tl.zeros([RB, CH], tl.float32)
-        for c in tl.static_range(NC):
-            p_c = p_key + record[:, None] * K + oc[None, :] + c * CH
-            key = tl.load(p_c, mask=live[:, None], other=0.0).to(tl.float32)
-            sq += key * q[c][None, :]
-            sk += key * k[c][None, :]
-        score_q = score_q + (tl.sum(sq, 1) * weight,)
-        score_k = score_k + (tl.sum(sk, 1) * weight,)
-    # The checkpoint is older than the oldest record by that record's own gate.
-    decay = tl.exp(since + tl.load(p_g, mask=p > 0, other=0.0))
-    return score_q, score_k, _times(q, decay, NC), _times(k, decay, NC)
-
-
-@triton.jit
-def _replay_kda(
-    q, k, g, p, p_key, p_g, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr, CH: tl.constexpr
-):
-    """`_replay_gdn` with a decay per key channel, which weighs the keys instead of the scores."""
-    oc = tl.arange(0, CH)
-    score_q = ()
-    score_k = ()
-    since = g
-    for n in tl.static_range(NB):
-        r = n * RB + tl.arange(0, RB)
-        record = p - 1 - r
-        live = r < p
-        sq = tl.zeros([RB, CH], tl.float32)
-        sk = tl.zeros([RB, CH], tl.float32)
-        further = ()
-        for c in tl.static_range(NC):
-            column = oc[None, :] + c * CH
-            key = tl.load(p_key + record[:, None] * K + column, mask=live[:, None], other=0.0).to(tl.float32)
-            p_younger = p_g + (record + 1)[:, None] * K + column
-            younger = tl.load(p_younger, mask=(live & (r > 0))[:, None], other=0.0)
-            key *= tl.exp(since[c][None, :] + tl.cumsum(younger, 0))
-            further = further + (since[c] + tl.sum(younger, 0),)
-            sq += key * q[c][None, :]
-            sk += key * k[c][None, :]
-        score_q = score_q + (tl.sum(sq, 1),)
-        score_k = score_k + (tl.sum(sk, 1),)
-        since = further
-    total = ()
-    for c in tl.static_range(NC):
-        total = total + (since[c] + tl.load(p_g + c * CH + oc, mask=oc < p * CH, other=0.0),)
-    return score_q, score_k, _times_exp(q, total, NC), _times_exp(k, total, NC)
-
-
-@triton.jit
-def _replay_scaled(
-    q, k, total, p, p_key, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr, CH: tl.constexpr
-):
-    """`_replay_kda` from scaled keys: e^{C_t - C_j} k_j . q is the stored key times e^{C_t} q, with C_t in `total`."""
-    oc = tl.arange(0, CH)
-    zq = ()
-    zk = ()
-    for c in tl.static_range(NC):
-        decay = exp_careful(total[c])
-        zq = zq + (q[c] * decay,)
-        zk = zk + (k[c] * decay,)
-    score_q = ()
-    score_k = ()
-    for n in tl.static_range(NB):
-        r = n * RB + tl.arange(0, RB)
-        p_block = p_key + (p - 1 - r)[:, None] * K + oc[None, :]
-        sq = tl.zeros([RB, CH], tl.float32)
-        sk = tl.zeros([RB, CH], tl.float32)
-        for c in tl.static_range(NC):
-            key = tl.load(p_block + c * CH, mask=(r < p)[:, None], other=0.0)
-            sq += key * zq[c][None, :]
-            sk += key * zk[c][None, :]
-        score_q = score_q + (tl.sum(sq, 1),)
-        score_k = score_k + (tl.sum(sk, 1),)
-    return score_q, score_k, zq, zk
 
 
 @triton.jit
@@ -229,16 +91,16 @@ def _decode_kernel(
     row = tl.load(rows + i_n).to(tl.int64)
     p_state = state + slot * s_state + i_hv * (V * K) + (v0 + ov)[:, None] * K + oc[None, :]
     if TILES == 1:  # the longest load first: everything up to its use hides behind it
-        tile = _load(p_state, NC, CH)
+        tile = load_chunks(p_state, NC, CH)
 
     # This token.
     p_q = mixed_qkv + i_n * s_qkv + i_h * K + oc
-    q = _load_f32(p_q, NC, CH)
-    k = _load_f32(p_q + H * K, NC, CH)
-    q = _times(q, tl.rsqrt(_dot_chunks(q, q, NC) + 1e-6) * scale, NC)
-    k_norm = tl.rsqrt(_dot_chunks(k, k, NC) + 1e-6)
-    k = _times(k, k_norm, NC)
-    qk = _dot_chunks(q, k, NC)
+    q = load_chunks_f32(p_q, NC, CH)
+    k = load_chunks_f32(p_q + H * K, NC, CH)
+    q = times(q, tl.rsqrt(dot_chunks(q, q, NC) + 1e-6) * scale, NC)
+    k_norm = tl.rsqrt(dot_chunks(k, k, NC) + 1e-6)
+    k = times(k, k_norm, NC)
+    qk = dot_chunks(q, k, NC)
     beta = tl.sigmoid(tl.load(b + i_n * s_b + i_hv).to(tl.float32))
     rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
     if GATE == _GDN:
@@ -258,27 +120,27 @@ def _decode_kernel(
     p_key = ring_k + row * s_k + i_key * (L * K)
     if GATE == _GDN:
         p_g = ring_g + row * s_g + i_hv * L
-        score_q, score_k, zq, zk = _replay_gdn(q, k, g, p, p_key, p_g, K, NB, RB, NC, CH)
+        score_q, score_k, zq, zk = replay_gdn(q, k, g, p, p_key, p_g, K, NB, RB, NC, CH)
         u_scale = k_norm
     elif GATE == _KDA:
         p_g = ring_g + row * s_g + i_hv * (L * K)
-        score_q, score_k, zq, zk = _replay_kda(q, k, g, p, p_key, p_g, K, NB, RB, NC, CH)
+        score_q, score_k, zq, zk = replay_kda(q, k, g, p, p_key, p_g, K, NB, RB, NC, CH)
         u_scale = k_norm
     else:
         p_g = ring_g + row * s_g + i_hv * (L * K)
         total = ()
         for c in tl.static_range(NC):
             total = total + (g[c] + tl.load(p_g + (p - 1) * K + c * CH + oc, mask=oc < p * CH, other=0.0),)
-        score_q, score_k, zq, zk = _replay_scaled(q, k, total, p, p_key, K, NB, RB, NC, CH)
+        score_q, score_k, zq, zk = replay_scaled(q, k, total, p, p_key, K, NB, RB, NC, CH)
         u_scale = 1.0
 
     p_u = ring_u + row * s_u + i_hv * (L * V) + v0
     p_v = mixed_qkv + i_n * s_qkv + 2 * H * K + i_hv * V + v0 + ov
     for i in tl.range(0, TILES, num_stages=STAGES):
         if TILES > 1:
-            tile = _load(p_state + i * (BV * K), NC, CH)
-        hk = _project(tile, zk, NC)
-        o = _project(tile, zq, NC)
+            tile = load_chunks(p_state + i * (BV * K), NC, CH)
+        hk = project(tile, zk, NC)
+        o = project(tile, zq, NC)
         for n in tl.static_range(NB):
             r = n * RB + tl.arange(0, RB)
             p_old = p_u + i * BV + (p - 1 - r)[:, None] * V + ov[None, :]

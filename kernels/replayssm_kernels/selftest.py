@@ -27,7 +27,20 @@ class Result(NamedTuple):
     ok: bool
 
 
-def _shape(device: torch.device, key_dtype: torch.dtype, u_dtype: torch.dtype, capacity: int) -> RingShape:
+class Case(NamedTuple):
+    """One trace of the self-test."""
+
+    name: str
+    key_dtype: torch.dtype
+    capacity: int
+    u_dtype: torch.dtype = torch.float32
+    state_dtype: torch.dtype = torch.float32
+    config: DecodeConfig | None = None
+    gate: str = "gdn"
+    lower_bound: float | None = None
+
+
+def _shape(device: torch.device, case: Case) -> RingShape:
     small = device.type == "cpu"  # the interpreter needs milliseconds for what a GPU does in microseconds
     dim = 32 if small else 128
     return RingShape(
@@ -37,15 +50,18 @@ def _shape(device: torch.device, key_dtype: torch.dtype, u_dtype: torch.dtype, c
         v_heads=2 if small else 6,
         key_dim=dim,
         value_dim=dim,
-        capacity=capacity,
-        key_dtype=key_dtype,
-        u_dtype=u_dtype,
+        capacity=case.capacity,
+        key_dtype=case.key_dtype,
+        u_dtype=case.u_dtype,
+        gate=case.gate,
+        lower_bound=case.lower_bound,
     )
 
 
-def _run_trace(shape: RingShape, state_dtype: torch.dtype, device: torch.device, config: DecodeConfig | None) -> float:
+def _run_trace(device: torch.device, case: Case) -> float:
     """Largest relative error of any output of 2 L + 2 steps, and of the states after a final fold."""
-    w = Workload(shape, 3, state_dtype, device, out_dtype=torch.float32, config=config)
+    shape = _shape(device, case)
+    w = Workload(shape, 3, case.state_dtype, device, out_dtype=torch.float32, config=case.config)
     exact = w.states()
     worst = 0.0
     for _ in range(2 * shape.capacity + 2):
@@ -67,7 +83,7 @@ def _worse(a: float, b: float) -> float:
 
 def _cursors(device: torch.device) -> float:
     """Number of wrong values in one plan with a fold, a snapshot, padding and a fault."""
-    ring = Ring.allocate(_shape(device, torch.float16, torch.float32, capacity=4), device)
+    ring = Ring.allocate(_shape(device, Case("", torch.float16, 4)), device)
 
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, device=device)
@@ -98,25 +114,30 @@ def run(device: torch.device | str) -> list[Result]:
     # Triton's interpreter computes on bf16 as raw integers: fp16 stands in for it there.
     half = bf16 if gpu else fp16
     capacity = 16 if gpu else 3
-    cases: list[tuple[str, torch.dtype, torch.dtype, torch.dtype, int, DecodeConfig | None]] = [
-        ("decode and fold, 16-bit keys", half, fp32, fp32, capacity, None),
-        ("decode and fold, fp32 keys, odd capacity", fp32, fp32, fp32, capacity - 1, None),
-        ("decode and fold, 16-bit state", half, fp32, half, capacity, None),
+    cases = [
+        Case("GDN, 16-bit keys", half, capacity),
+        Case("GDN, fp32 keys, odd capacity", fp32, capacity - 1),
+        Case("GDN, 16-bit state", half, capacity, state_dtype=half),
+        Case("KDA, any gate", half, capacity, gate="kda"),
+        Case("KDA, bounded gate", half, capacity, gate="kda", lower_bound=-5.0),
     ]
     if gpu:
         cases += [
-            ("decode and fold, fp16 keys", fp16, fp32, fp32, 7, None),
-            ("decode and fold, bf16 u", bf16, bf16, fp32, 16, None),
-            ("decode and fold, capacity 64", bf16, fp32, fp32, 64, None),
+            Case("GDN, fp16 keys", fp16, 7),
+            Case("GDN, bf16 u", bf16, 16, u_dtype=bf16),
+            Case("GDN, capacity 64", bf16, 64),
+            Case("KDA, capacity 64", bf16, 64, gate="kda"),
+            Case("KDA, bounded gate, bf16 state", bf16, 16, state_dtype=bf16, gate="kda", lower_bound=-5.0),
         ]
         for config in _large_batch_configs():
-            cases.append((f"decode, {config}", bf16, fp32, fp32, 16, config))
+            cases.append(Case(f"GDN, {config}", bf16, 16, config=config))
+            cases.append(Case(f"KDA, {config}", bf16, 16, config=config, gate="kda"))
     error = _cursors(device)
     results = [Result("cursors and work lists", error, 0.0, error == 0.0)]
-    for name, key, u, state, size, config in cases:
-        error = _run_trace(_shape(device, key, u, size), state, device, config)
-        bound = EXACT if state is fp32 and u is fp32 else ROUNDED
-        results.append(Result(name, error, bound, error <= bound))
+    for case in cases:
+        error = _run_trace(device, case)
+        bound = EXACT if case.state_dtype is fp32 and case.u_dtype is fp32 else ROUNDED
+        results.append(Result(case.name, error, bound, error <= bound))
     return results
 
 

@@ -13,13 +13,15 @@ from replayssm_kernels import DecodeConfig, RingShape
 from replayssm_kernels.bench import __main__ as command
 from replayssm_kernels.bench import arms, decode
 from replayssm_kernels.workload import Workload
-from tests.kernels.machine import DEVICE, make_shape
+from tests.kernels.machine import BOUNDED, DEVICE, KDA, each_gate, make_shape
 
 
-def test_decode_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("which", [["gdn_decode"], ["kda_decode"], ["kda_decode", "--lower-bound", "-5"]])
+def test_decode_smoke(which: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.jsonl"
-    command.main(["gdn_decode", "--smoke", "--no-baselines", "--configs", "16,2,1,1", "--json", str(path)])
+    command.main([*which, "--smoke", "--no-baselines", "--configs", "16,2,1,1", "--json", str(path)])
     records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(r["benchmark"] == which[0] for r in records)
     assert {(r["arm"], r["batch"]) for r in records} == {
         (arm, batch) for arm in ("ours", "ours bv16 split2 w1 st1") for batch in (1, 3)
     }
@@ -40,18 +42,21 @@ def ours(shape: RingShape, batch: int, state_dtype: torch.dtype, device: torch.d
     return arms.Ours(Workload(shape, batch, state_dtype, device, stagger=stagger))
 
 
-def test_every_arm_computes_the_same_function() -> None:
+@each_gate
+def test_every_arm_computes_the_same_function(gate: dict) -> None:
     """SGLang's kernels at the same inputs stay near the fp64 reference, so the comparison is one of equals.
 
-    Measured in the interpreter: ours and packed decode 2.1e-4 (the fp16 output's rounding), in-tree replay 2.7e-4.
+    Measured in the interpreter: ours and packed decode 2.1e-4 (the fp16 output's rounding), in-tree replay 2.4e-4 (GDN)
+    and 2.3e-4 (KDA).
     """
-    kinds, why_not = arms.available_baselines()
+    shape = make_shape(v_heads=2, key_dim=32, value_dim=32, rows=4, key_dtype=torch.float16, **gate)
+    kinds, why_not = arms.available_baselines(shape)
     if not kinds or (DEVICE.type == "cpu" and "replayssm_cpu_host.interpreter" not in sys.modules):
         pytest.skip(why_not or "SGLang's kernels need the CPU test host in the interpreter")
-    shape = make_shape(k_heads=1, v_heads=2, key_dim=32, value_dim=32, rows=4, capacity=4, key_dtype=torch.float16)
     kinds = {"ours": ours, **kinds}
+    assert len(kinds) == (3 if "lower_bound" in gate else 4)
     for name, kind in kinds.items():
-        error = arms.accuracy(lambda k=kind: k(shape, 2, torch.float32, DEVICE, False), steps=9)
+        error = arms.accuracy(lambda k=kind: k(shape, 2, torch.float32, DEVICE, False), steps=5)
         print(f"{name}: {error:.1e}")
         assert error < 1e-3
     for kind in kinds.values():  # and one staggered step each, as they are timed
@@ -82,6 +87,16 @@ def test_byte_count_of_the_27b_shape() -> None:
     state = 256 * 48 * 128 * 128 * 4
     record = 256 * (48 * (128 * 4 + 4) + 16 * 128 * 2)
     assert decode.bytes_per_layer_step(shape, 256, 4) == state * (1 + 1 / 8) + record * 9.5
+
+
+def test_byte_count_of_kda_shapes() -> None:
+    """A raw key and a gate of every channel per record; with scaled keys an fp32 key, and gates of one record only."""
+    sizes = dict(k_heads=32, v_heads=32, key_dim=128, value_dim=128, capacity=16, key_dtype=torch.bfloat16)
+    state = 32 * 128 * 128 * 4 * (1 + 1 / 8)
+    raw = 32 * 128 * (4 + 2 + 4) * 9.5
+    assert decode.bytes_per_layer_step(make_shape(**sizes, **KDA), 1, 4) == state + raw
+    scaled = 32 * 128 * ((4 + 4) * 9.5 + 4 * (1 + 1 + 1 / 16))
+    assert decode.bytes_per_layer_step(make_shape(**sizes, **BOUNDED), 1, 4) == state + scaled
 
 
 def test_configs_on_the_command_line() -> None:

@@ -7,7 +7,6 @@ python -m replayssm_kernels.bench materialise --requests 1,8,32
 from __future__ import annotations
 
 import argparse
-import itertools
 
 import torch
 
@@ -27,20 +26,20 @@ def configs(text: str, value_dim: int) -> tuple[DecodeConfig, ...]:
     """ "all", or "32,1,1,2;16,8,1,1": tiles, programs per head, warps, stages."""
     if not text:
         return ()
-    if text == "all":
-        every = itertools.product((8, 16, 32, 64), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 3))
-        return tuple(
-            DecodeConfig(*c)
-            for c in every
-            if c[0] * c[1] <= value_dim and (c[3] == 1 or c[0] * c[1] < value_dim) and c[0] >= 16 * c[2] // 2
-        )
-    return tuple(DecodeConfig(*integers(part)) for part in text.split(";"))
+    if text != "all":
+        return tuple(DecodeConfig(*integers(part)) for part in text.split(";"))
+    split = [(8, 16, 1), (16, 8, 1), (16, 8, 2), (32, 4, 1), (32, 4, 2), (32, 4, 4), (64, 2, 2), (64, 2, 4)]
+    loops = [(16, 1, 1), (16, 2, 1), (16, 4, 1), (32, 1, 1), (32, 2, 1), (32, 1, 2), (64, 1, 2), (64, 1, 4)]
+    every = [(*c, 1) for c in split] + [(*c, stages) for c in loops for stages in (1, 2, 3)]
+    return tuple(DecodeConfig(*c) for c in every if c[0] * c[1] <= value_dim)
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m replayssm_kernels.bench", description=__doc__.splitlines()[0])
-    p.add_argument("benchmark", choices=["gdn_decode", "materialise"])
-    p.add_argument("--heads", default="16/48", help="key heads / value heads (default 16/48)")
+    p.add_argument("benchmark", choices=["gdn_decode", "kda_decode", "materialise"])
+    p.add_argument("--heads", help="key heads / value heads (default 16/48; kda_decode 32/32)")
+    p.add_argument("--lower-bound", type=float, help="kda_decode: a bounded gate, for example -5")
+    p.add_argument("--gate", choices=["gdn", "kda"], help="materialise: kind of records (default gdn)")
     p.add_argument("--head-dim", type=int, default=128, help="K = V (default 128)")
     p.add_argument("--batch", type=integers, default=(1, 8, 32, 64, 128, 256, 512), help="comma-separated batch sizes")
     p.add_argument("--requests", type=integers, default=(1, 8, 32), help="materialise: requests per launch")
@@ -70,34 +69,44 @@ def main(argv: list[str] | None = None) -> list[dict[str, object]]:
         args.capacity, args.layers, args.rounds = 2, 2, 1
         args.act = "fp16" if INTERPRETED else args.act
         args.programs = args.programs or (3,)
-    k_heads, v_heads = (int(n) for n in args.heads.split("/"))
-    if args.benchmark == "gdn_decode":
-        records = decode.run(
-            decode.Options(
-                k_heads,
-                v_heads,
-                args.head_dim,
-                args.batch,
-                args.capacity,
-                DTYPES[args.act],
-                DTYPES[args.state],
-                DTYPES[args.u],
-                args.layers,
-                args.rounds,
-                not args.no_graph,
-                not args.no_baselines,
-                configs(args.configs, args.head_dim),
-                device,
-            )  # fmt: skip
-        )
-    else:
+    if args.benchmark == "kda_decode":
+        args.gate = "kda"
+    heads = args.heads or ("32/32" if args.gate == "kda" else "16/48")
+    k_heads, v_heads = (int(n) for n in heads.split("/"))
+    sizes = dict(
+        k_heads=k_heads,
+        v_heads=v_heads,
+        capacity=args.capacity,
+        u_dtype=DTYPES[args.u],
+        gate=args.gate or "gdn",
+        lower_bound=args.lower_bound,
+    )
+    state_dtype, graph = DTYPES[args.state], not args.no_graph
+    if args.benchmark == "materialise":
         shape = RingShape(
-            args.layers or 48, 2 * max(args.requests) + 1, k_heads, v_heads, args.head_dim, args.head_dim,
-            args.capacity, DTYPES[args.act], DTYPES[args.u],
-        )  # fmt: skip
-        records = materialise.run(
-            shape, args.requests, DTYPES[args.state], device, args.rounds, not args.no_graph, args.programs
+            layers=args.layers or 48,
+            rows=2 * max(args.requests) + 1,
+            key_dim=args.head_dim,
+            value_dim=args.head_dim,
+            key_dtype=DTYPES[args.act],
+            **sizes,
         )
+        records = materialise.run(shape, args.requests, state_dtype, device, args.rounds, graph, args.programs)
+    else:
+        options = decode.Options(
+            **sizes,
+            head_dim=args.head_dim,
+            batches=args.batch,
+            act_dtype=DTYPES[args.act],
+            state_dtype=state_dtype,
+            layers=args.layers,
+            rounds=args.rounds,
+            graph=graph,
+            baselines=not args.no_baselines and not INTERPRETED,
+            configs=configs(args.configs, args.head_dim),
+            device=device,
+        )
+        records = decode.run(options)
     report.write_json(args.json, records)
     return records
 

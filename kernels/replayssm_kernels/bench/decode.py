@@ -4,8 +4,11 @@ Time of a forward = cursors + folds due in it + every layer's decode, averaged o
 (L steps), in a CUDA graph, divided by the layers. Requests stand at staggered positions, so 1 / L of the rows fold
 in every step. Pools exceed the L2 cache, and every layer reads another part of them.
 
-    bytes = B HV V K s_state (1 + 2 / L)        one read per step; a read and a write per fold
-          + B (HV (V s_u + 4) + H K s_k) ((L - 1) / 2 + 1 + 1)   records read and written, and read again by the fold
+    bytes = B HV V K s_state (1 + 2 / L)       one read per step; a read and a write per fold
+          + B R (L - 1) / 2                    records read, on average; R: bytes of one token's record of all heads
+          + B R 2                              one written, one read by the fold
+    R = HV (V s_u + 4) + H K s_k               GDN; KDA: 4 K instead of 4; scaled keys: fp32 keys of every v-head, and
+                                               the accumulated gates of one record only
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ class Options:
     u_dtype: torch.dtype
     layers: int
     rounds: int
+    gate: str
+    lower_bound: float | None
     graph: bool
     baselines: bool
     configs: tuple[DecodeConfig, ...]
@@ -54,6 +59,8 @@ class Options:
             capacity=self.capacity,
             key_dtype=self.act_dtype,
             u_dtype=self.u_dtype,
+            gate=self.gate,
+            lower_bound=self.lower_bound,
         )
 
     def layers_for(self, batch: int) -> int:
@@ -64,9 +71,12 @@ class Options:
 def bytes_per_layer_step(shape: RingShape, batch: int, state_size: int) -> float:
     """Device bytes that one layer's step must move, as in the formula above."""
     state = shape.v_heads * shape.value_dim * shape.key_dim * state_size * (1 + 2 / shape.capacity)
-    record = shape.v_heads * (shape.value_dim * shape.u_dtype.itemsize + 4)
-    record += shape.k_heads * shape.key_dim * shape.key_dtype.itemsize
-    return batch * (state + record * ((shape.capacity - 1) / 2 + 2))
+    gate = shape.v_heads * shape.gate_width * 4
+    record = shape.v_heads * shape.value_dim * shape.u_dtype.itemsize
+    record += shape.k_shape[2] * shape.key_dim * shape.k_dtype.itemsize
+    mean = (shape.capacity - 1) / 2
+    gates = 1 + 1 + 1 / shape.capacity if shape.scaled_keys else mean + 2
+    return batch * (state + record * (mean + 2) + gate * gates)
 
 
 def arms(o: Options, batch: int, layers: int, stagger: bool, shared: bool) -> dict[str, Callable[[], Arm]]:
@@ -82,7 +92,7 @@ def arms(o: Options, batch: int, layers: int, stagger: bool, shared: bool) -> di
         name = f"ours bv{config.block_v} split{config.split} w{config.warps} st{config.stages}"
         made[name] = lambda c=config: Ours(ours(), c)
     if o.baselines:
-        for name, kind in available_baselines()[0].items():
+        for name, kind in available_baselines(shape)[0].items():
             made[name] = lambda k=kind: k(shape, batch, o.state_dtype, o.device, stagger)
     return made
 
@@ -93,7 +103,7 @@ def run(o: Options) -> list[dict[str, object]]:
     copy = copy_bandwidth(o.device)
     print(f"{device}; copy {copy / 1e9:.0f} GB/s; {o.k_heads}/{o.v_heads} heads of {o.head_dim}, L = {o.capacity},")
     print(f"activations {o.act_dtype}, state {o.state_dtype}, u {o.u_dtype}; microseconds per layer and step")
-    if o.baselines and (why := available_baselines()[1]):
+    if o.baselines and (why := available_baselines(o.shape(1, 1))[1]):
         print(why)
     errors = {
         name: accuracy(make, 2 * o.capacity + 2)
@@ -122,7 +132,8 @@ def _run_batch(
         us = spread.divided(layers)
         records.append(
             {
-                "benchmark": "gdn_decode",
+                "benchmark": f"{o.gate}_decode",
+                "lower_bound": o.lower_bound,
                 "arm": name,
                 "batch": batch,
                 "layers": layers,

@@ -1,0 +1,158 @@
+"""What only a GPU shows: CUDA graphs, no hidden synchronisation, pools beyond 2^31 elements, any launch shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from replayssm_kernels import DecodeConfig, decode, materialise, plan_step, reference
+from replayssm_kernels.bench.__main__ import configs
+from replayssm_kernels.workload import Workload
+from tests.kernels.machine import BOUNDED, DEVICE, GDN, KDA, PADDING, Machine, each_gate, make_shape
+
+pytestmark = pytest.mark.device
+
+SERVED = dict(k_heads=2, v_heads=4, key_dim=128, value_dim=128, capacity=16, key_dtype=torch.bfloat16)
+
+
+class Captured:
+    """A whole forward of a Machine in one CUDA graph over static buffers, as a server captures it."""
+
+    def __init__(self, m: Machine, size: int) -> None:
+        self.m, self.size = m, size
+        self.rows = torch.zeros(size, dtype=torch.int64, device=DEVICE)
+        self.lens = torch.zeros(size, dtype=torch.int64, device=DEVICE)
+        self.slots = torch.full((size,), -1, dtype=torch.int32, device=DEVICE)
+        self.mask = torch.zeros(size, dtype=torch.bool, device=DEVICE)
+        self.track = torch.full((size,), -1, dtype=torch.int64, device=DEVICE)
+        self.inputs = m.inputs(size)
+        self.outs = [torch.empty(size, m.shape.v_heads, m.shape.value_dim, device=DEVICE) for _ in self.inputs]
+        self.forward()  # compiles; everything is padding so far
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.forward()
+
+    def forward(self) -> None:
+        m = self.m
+        plan_step(m.ring, m.plan, self.rows, self.lens, self.slots, self.mask, self.track)
+        materialise(m.state, m.ring, m.plan.fold)
+        for i, x in enumerate(self.inputs):
+            decode(
+                x.mixed_qkv, x.a, x.b, m.A_log[i], m.dt_bias[i], m.state[i], m.ring, i,
+                self.slots, self.rows, m.plan.pending, m.scale, self.outs[i],
+            )  # fmt: skip
+        materialise(m.state, m.ring, m.plan.snapshot)
+
+    def step(self, requests: list[int], track: dict[int, int]) -> float:
+        """Replay with these requests, the rest of the graph's batch padded; returns the outputs' error."""
+        m, n = self.m, len(requests)
+        self.rows.zero_()
+        self.lens.zero_()
+        self.slots.fill_(-1)
+        self.rows[:n] = m.ints([m.row[r] for r in requests])
+        self.slots[:n] = m.ints([m.slot[r] for r in requests], torch.int32)
+        self.lens[:n] = m.ints([m.length(r) + 1 for r in requests])
+        self.mask[:n] = torch.tensor([r in track for r in requests], device=DEVICE)
+        self.track[:n] = m.ints([track.get(r, -1) for r in requests])
+        for static, fresh in zip(self.inputs, m.inputs(self.size), strict=True):
+            for name in ("mixed_qkv", "a", "b"):
+                getattr(static, name).copy_(getattr(fresh, name))
+        self.graph.replay()
+        worst = 0.0
+        for layer, x in enumerate(self.inputs):
+            t = reference.Token(*(part[:n] for part in m.token(layer, x)))
+            worst = max(worst, reference.relative_error(self.outs[layer][:n], m.oracle[layer].step(requests, t)))
+            assert not self.outs[layer][n:].any(), "padded rows must be zeros"
+        return worst
+
+
+@each_gate
+def test_a_captured_forward_replays_exactly(gate: dict) -> None:
+    """Batches of changing size and order through one graph, with folds and snapshots; padding is inert."""
+    m = Machine(make_shape(layers=2, rows=9, **{**SERVED, "capacity": 3}, **gate), slots=12)
+    captured = Captured(m, size=6)
+    for request in range(1, 6):
+        m.start(request, row=request + 2, slot=request + 3, length=7 * request)
+    for step, batch in enumerate(([1, 2, 3], [5, 4, 3, 2, 1], [2], [1, 2, 3, 4], [4, 1], [5, 3, 1], [1, 2, 3, 4, 5])):
+        track = {batch[0]: 1} if step % 2 else {}
+        assert captured.step(batch, track) <= 1e-5
+        if track:
+            assert m.state_error(1, batch[0]) <= 1e-5
+    m.fold([1, 2, 3, 4, 5])
+    for request in range(1, 6):
+        assert m.state_error(m.slot[request], request) <= 1e-5
+    assert not m.state[:, [0, 2, 3]].any()
+    assert m.ring.faults == 0
+
+
+def test_nothing_synchronises() -> None:
+    """A steady forward never waits for the device."""
+    m = Machine(make_shape(layers=2, **SERVED))
+    m.start(1, row=1, slot=1, length=5)
+    rows, slots, lens = m.ints([1]), m.ints([1], torch.int32), m.ints([6])
+    mask, track = torch.tensor([True], device=DEVICE), m.ints([2])
+    x = m.inputs(1)
+
+    def forward() -> None:
+        plan_step(m.ring, m.plan, rows, lens, slots, mask, track)
+        materialise(m.state, m.ring, m.plan.fold)
+        for i in range(2):
+            decode(
+                x[i].mixed_qkv, x[i].a, x[i].b, m.A_log[i], m.dt_bias[i], m.state[i], m.ring, i, slots, rows,
+                m.plan.pending, m.scale,
+            )  # fmt: skip
+        materialise(m.state, m.ring, m.plan.snapshot)
+        lens.add_(1)
+
+    forward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(40):
+            forward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert m.ring.faults == 0
+
+
+def test_a_pool_beyond_32_bit_offsets() -> None:
+    """The last slot of a pool of 2.2e9 elements is addressed in 64 bits, in decode and in materialise."""
+    shape = make_shape(layers=1, k_heads=16, v_heads=48, key_dim=128, value_dim=128, capacity=2)
+    slots = (1 << 31) // (48 * 128 * 128) + 40
+    m = Machine(shape, slots=1, state_dtype=torch.bfloat16)
+    m.state = torch.empty(1, slots, 48, 128, 128, dtype=torch.bfloat16, device=DEVICE)
+    m.output_bound = lambda: 1e-2  # type: ignore[method-assign]  # bf16 state
+    m.start(1, row=1, slot=slots - 1, length=5)
+    for _ in range(5):
+        m.step([1], track={1: slots - 3})
+    m.fold([1])
+    assert m.state_error(slots - 1, 1) <= 1e-2
+    assert m.state_error(slots - 3, 1) <= 1e-2
+
+
+@pytest.mark.parametrize("gate", [GDN, KDA, BOUNDED], ids=["gdn", "kda", "bounded"])
+def test_every_launch_shape_of_the_tuner_is_right(gate: dict) -> None:
+    """The benchmark's candidates: a fast one is worth nothing if it is wrong."""
+    for config in configs("all", 128):
+        w = Workload(
+            make_shape(rows=4, **SERVED, **gate), 3, torch.float32, DEVICE, out_dtype=torch.float32, config=config
+        )
+        exact = w.states()
+        for _ in range(18):
+            w.inputs.draw()
+            out = w.forward()
+            o, exact[0], _ = reference.step(exact[0], w.inputs.token(0))
+            assert reference.relative_error(out[0], o) <= 1e-5, DecodeConfig(*config)
+
+
+def test_a_batch_of_4096() -> None:
+    """The largest batch in one launch: half of it padding, every live entry right."""
+    m = Machine(make_shape(rows=2049, v_heads=1, capacity=2), slots=2048, max_batch=4096)
+    requests = []
+    for i in range(2048):
+        m.start(i, row=i + 1, slot=i, length=i % 77)
+        requests += [i, PADDING]
+    for _ in range(4):
+        m.step(requests)
+    assert m.ring.faults == 0

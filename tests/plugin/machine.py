@@ -361,9 +361,9 @@ class Machine:
             assert 0 <= pending <= self.sizes.capacity
             for layer, expected in enumerate(request.states):
                 slot, row = self.ring.state[layer, request.slot], request.row
-                logical = reference.replay_row(
-                    slot, ring.u[layer, row], ring.k[layer, row], ring.g[layer, row], pending
-                )
+                records = [tensor[layer, row, :, :pending] for tensor in (ring.u, ring.k, ring.g)]
+                keys = records[1].repeat_interleave(self.sizes.v_heads // self.sizes.k_heads, 0)
+                logical = reference.replay(slot, records[0], keys, records[2][..., None])
                 error = reference.relative_error(logical, expected)
                 assert error <= BOUND, f"row {row} at {request.length}, {pending} pending: state off by {error:.1e}"
         for snapshot in snapshots:

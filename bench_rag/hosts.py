@@ -122,5 +122,5 @@ def _vocab_size(path: Path) -> int | None:
         return None
     for table in (config, config.get("text_config") or {}):
         if isinstance(table.get("vocab_size"), int):
-            return table["vocab_size"]
+            return int(table["vocab_size"])
     return None

@@ -43,7 +43,7 @@ def _install() -> None:
 
     # SGLang selects its device through torch.get_device_module(...).set_device before it allocates anything there.
     for module in (torch.cuda, torch.cpu):
-        module.set_device = _after_gate(module.set_device)  # type: ignore[attr-defined]
+        module.set_device = _after_gate(module.set_device)
 
 
 # Python puts a script's folder first on the import path, where this package's modules would hide others of their names.

@@ -33,7 +33,7 @@ def free_port() -> int:
     """A TCP port that nobody listens on at the moment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+        return int(s.getsockname()[1])
 
 
 def launch_command(model: str, port: int, args: Sequence[str]) -> list[str]:

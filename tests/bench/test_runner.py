@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from bench_rag import cli, lineup
-from bench_rag.arms import Arm
+from bench_rag.arms import BUILT_IN, Arm
 from bench_rag.settings import visits
 from tests.bench.fakes import FakeSglang
 
+needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is part of Python from 3.11 on")
 FAKES = Path(__file__).with_name("fakes.py")
 ROOT = Path(__file__).parents[2]
 SIZES = [
@@ -31,33 +32,25 @@ SIZES = [
     "--output-len=3",
     "--request-rate=inf",
 ]
-TOML = """
-[arms.good]
-args = "--hit 50"
-about = "half of every prompt"
-[arms.better]
-args = "--hit 75"
-[arms.stillborn]
-args = "--die"
-[arms.mortal]
-args = "--die-after 3"
-[arms.sullen]
-args = "--refuse"
-"""
+FAKE_ARMS = (
+    Arm("good", "half of every prompt", ("--hit", "50")),
+    Arm("better", "", ("--hit", "75")),
+    Arm("stillborn", "", ("--die",)),
+    Arm("mortal", "", ("--die-after", "3")),
+    Arm("sullen", "", ("--refuse",)),
+)
 
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     """Runs the command line on fake servers; returns exit status and output folder."""
-    if sys.version_info < (3, 11):
-        pytest.skip("tomllib is part of Python from 3.11 on")
-    config = tmp_path / "arms.toml"
-    config.write_text(TOML)
+    for arm in FAKE_ARMS:
+        monkeypatch.setitem(BUILT_IN, arm.name, arm)
     monkeypatch.setattr(lineup, "launch_command", lambda model, port, args: [*fake_command(tmp_path, port), *args])
 
     def run(*options: str) -> tuple[int, Path]:
         out = tmp_path / "out"
-        common = ["--model", "tiny", "--config", str(config), "--host-profile", "gpu", "--out", str(out)]
+        common = ["--model", "tiny", "--host-profile", "gpu", "--out", str(out)]
         return cli.main([*common, "--warmup", "light", *SIZES, *options]), out
 
     return run
@@ -134,6 +127,16 @@ def test_what_a_server_runs_is_what_it_says(bench, tmp_path):
     status, out = bench("--arms", "plain,plugin")
     data = json.loads((out / "results.json").read_text())
     assert status == 0 and [run["server"]["replay"] for run in data["runs"]] == ["off", "plugin"]
+
+
+@needs_toml
+def test_arms_and_arguments_from_a_file(bench, tmp_path):
+    config = tmp_path / "arms.toml"
+    config.write_text('[server]\nargs = "--hit 25"\n[arms.mine]\nargs = ["--hit", "100"]\nplugin = true\n')
+    status, out = bench("--config", str(config), "--arms", "mine,plain")
+    data = json.loads((out / "results.json").read_text())
+    assert status == 0 and [s["hit_rate"] for s in data["summary"]] == [1.0, 0.25]
+    assert data["arms"][0]["plugin"] and data["arms"][0]["command"][-4:] == ["--hit", "25", "--hit", "100"]
 
 
 def test_several_workloads_on_one_server(bench, tmp_path, capsys):
@@ -216,7 +219,7 @@ def test_rounds_rotate_so_that_no_arm_is_always_first():
         (["--model", "m", "--batch", "3"], "--batch has no meaning for gsp"),
         (["--model", "m", "--request-rate", "0"], "request-rate must be above 0"),
         (["--model", "m", "--groups", "0"], "groups must be at least 1"),
-        (["--model", "m", "--config", "/nowhere.toml"], "cannot read /nowhere.toml"),
+        pytest.param(["--model", "m", "--config", "/nowhere.toml"], "cannot read /nowhere.toml", marks=needs_toml),
     ],
 )
 def test_options_that_do_not_fit_are_one_line(options, sentence, capsys):

@@ -28,7 +28,7 @@ ARCHITECTURES = {
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForConditionalGeneration",
     ),
-    "kda": ("KimiLinearForCausalLM",),
+    "kda": ("KimiLinearForCausalLM", "BailingMoeV3ForCausalLM"),
 }
 
 # (attribute of the resolving view, value test, what it is, what to change). One row per refusal: a

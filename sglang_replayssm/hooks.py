@@ -94,6 +94,7 @@ class BufferedDecode:
     ) -> torch.Tensor:
         """Output [1, B, HV, V], as SGLang's packed decode returns it. KDA's a and b may carry a leading 1."""
         assert self.rows is not None
+        assert lower_bound == self._ring.ring.shape.lower_bound, "a layer with another gate than the ring was made for"
         batch = mixed_qkv.shape[0]
         out = self._ring.decode_layer(
             self.layer_id,
@@ -105,7 +106,6 @@ class BufferedDecode:
             scale=scale,
             slots=cache_indices,
             rows=self.rows,
-            lower_bound=lower_bound,
         )
         return out.unsqueeze(0)
 

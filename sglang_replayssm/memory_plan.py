@@ -37,7 +37,27 @@ def ring_shape(configurator: Any, rows: int) -> RingShape:
         key_dtype=configurator.model_config.dtype,
         u_dtype=getattr(torch, arguments.u_dtype_name()),
         gate="kda" if params.is_kda else "gdn",
+        lower_bound=gate_bound(configurator.model),
     )
+
+
+def gate_bound(model: torch.nn.Module) -> float | None:
+    """Lower bound of the log-decay (KDA's bounded gate) as the model's layers have it, None where they have none.
+
+    The layers are asked and not the config, of which every architecture reads another field or none at all.
+
+    Raises:
+        RuntimeError: the layers differ; one ring holds one kind of records.
+    """
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+
+    bounds = {layer.lower_bound for layer in model.modules() if isinstance(layer, RadixLinearAttention)}
+    if len(bounds) > 1:
+        raise RuntimeError(
+            f"{arguments.FLAG} needs one gate for all linear layers, but this model has the lower bounds "
+            f"{sorted(map(str, bounds))}. Drop the flag."
+        )
+    return bounds.pop() if bounds else None
 
 
 def rows_for(most: int, rows_that_fit: Callable[[int], int]) -> int:

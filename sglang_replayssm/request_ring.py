@@ -151,11 +151,10 @@ class RequestRing:
         scale: float,
         slots: torch.Tensor,
         rows: torch.Tensor,
-        lower_bound: float | None = None,
     ) -> torch.Tensor:
         """One layer's buffered decode: output [B, HV, V] in mixed_qkv's dtype; appends one record per row.
 
-        Args: as `replayssm_kernels.decode.decode`; lower_bound is KDA's bounded gate, None for any other.
+        Args: as `replayssm_kernels.decode.decode`.
         """
         index = self.layer_index[layer_id]
         pending = self.plan.pending[: mixed_qkv.shape[0]]
@@ -172,7 +171,6 @@ class RequestRing:
             rows,
             pending,
             scale,
-            lower_bound=lower_bound,
         )
 
     def snapshot(self) -> None:

@@ -103,7 +103,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         _S + "mem_cache.kv_cache_configurator.KVCacheConfigurator",
         "read",
-        fields=("mambaish_config", "model_config", "attn_dp_size", "device"),
+        fields=("mambaish_config", "model", "model_config", "attn_dp_size", "device"),
     ),
     Seam(
         _S + "configs.mamba_utils.BaseLinearStateParams",
@@ -146,7 +146,7 @@ SEAMS: tuple[Seam, ...] = (
         "read",
         fields=("is_decode", "is_decode_or_idle"),
     ),
-    Seam(_S + "layers.radix_linear_attention.RadixLinearAttention", "read", fields=("layer_id",)),
+    Seam(_S + "layers.radix_linear_attention.RadixLinearAttention", "read", fields=("layer_id", "lower_bound")),
     *_backend_seams("gdn_backend", "GDN", ()),
     *_backend_seams("kda_backend", "KDA", ("supports_packed_decode_safe_gate",)),
     Seam(

@@ -108,7 +108,6 @@ def config(name: str, vocabulary: int) -> dict[str, Any]:
             moe_renormalize=True,
             num_expert_group=1,
             topk_group=1,
-            routed_scaling_factor=1.5,
         )
     return kimi
 
@@ -153,7 +152,6 @@ class Sizes:
     first_sparse: int
     experts: int
     expert_size: int
-    routed_scale: float
     embedding: str
     attention: str
 
@@ -184,7 +182,6 @@ class Sizes:
                 low_rank=not config["no_kda_lora"],
                 first_sparse=layers,
                 experts=0,
-                routed_scale=1.0,
                 embedding="word_embeddings",
                 attention="attention",
             )
@@ -201,7 +198,6 @@ class Sizes:
             low_rank=True,
             first_sparse=config["first_k_dense_replace"],
             experts=experts,
-            routed_scale=config.get("routed_scaling_factor", 1.0),
             embedding="embed_tokens",
             attention="self_attn",
         )
@@ -348,7 +344,7 @@ class Reference:
         """Every expert, weighted by its sigmoid score; the correction bias only moves the choice, and there is none."""
         at += "block_sparse_moe."
         scores = torch.sigmoid(x @ self.weights[at + "gate.weight"].T)
-        share = scores / scores.sum(-1, keepdim=True) * self.sizes.routed_scale
+        share = scores / scores.sum(-1, keepdim=True)
         routed = (
             share[:, expert, None] * self._swiglu(f"{at}experts.{expert}.", x, ("w1", "w3", "w2"))
             for expert in range(self.sizes.experts)
@@ -361,7 +357,7 @@ def _normalise(x: Tensor) -> Tensor:
 
 
 def _delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """The recurrence, token by token: q, k, v, g [tokens, heads, key], beta [tokens, heads] -> o [tokens, heads, key]."""
+    """The recurrence, token by token: q, k, v, g [tokens, heads, key] and beta [tokens, heads] -> o like v."""
     state = torch.zeros(k.shape[1], v.shape[2], k.shape[2], dtype=k.dtype)
     outputs = []
     for q_t, k_t, v_t, decay, rate in zip(q, k, v, g.exp(), beta, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,21 +69,21 @@ def config_folder(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def configurator(server_args: Any, attn_dp_size: int = 1) -> Any:
-    """The real KVCacheConfigurator of a published launch, without the weights that it does not look at."""
+def configurator(server_args: Any, attn_dp_size: int = 1, layers: Sequence[torch.nn.Module] = ()) -> Any:
+    """The real KVCacheConfigurator of a published launch; of its model it has `layers`, and no weights."""
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     model_config = model_config_of(server_args)
-    layers = model_config.num_hidden_layers
+    count = model_config.num_hidden_layers
     return KVCacheConfigurator(
         device=DEVICE,
         gpu_id=0,
         attn_dp_size=attn_dp_size,
         pp_size=1,
         pp_group=None,
-        model=None,
+        model=torch.nn.ModuleList(layers),
         model_config=model_config,
         server_args=server_args,
         kv_cache_dtype=torch.float16,
@@ -102,8 +103,8 @@ def configurator(server_args: Any, attn_dp_size: int = 1) -> Any:
             is_hybrid_swa_mtp_draft=False,
             swa_attention_layer_ids=[],
             start_layer=0,
-            end_layer=layers,
-            num_effective_layers=layers,
+            end_layer=count,
+            num_effective_layers=count,
         ),
         forward_stream=None,
         req_to_token_pool=None,

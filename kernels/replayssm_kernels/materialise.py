@@ -26,6 +26,7 @@ race; a destination must not be another's source.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -110,6 +111,20 @@ def _materialise_kernel(
                 tl.store(p_dst, new.to(state.dtype.element_ty))
 
 
+class MaterialiseConfig(NamedTuple):
+    """Launch shape: value rows per tile, warps per program."""
+
+    block_v: int
+    warps: int
+
+
+def choose_materialise_config(value_dim: int, key_dim: int) -> MaterialiseConfig:
+    """Tiles small enough that several programs fit a multiprocessor: their loads and stores overlap."""
+    if INTERPRETED:
+        return MaterialiseConfig(block_v=value_dim, warps=1)
+    return MaterialiseConfig(block_v=min(64, value_dim, 8192 // key_dim), warps=4)
+
+
 @functools.cache
 def default_programs(device: torch.device) -> int:
     """Size of the persistent grid: enough programs per multiprocessor to keep loads and stores in flight."""
@@ -118,7 +133,13 @@ def default_programs(device: torch.device) -> int:
     return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def materialise(state: torch.Tensor, ring: Ring, worklist: WorkList, num_programs: int | None = None) -> None:
+def materialise(
+    state: torch.Tensor,
+    ring: Ring,
+    worklist: WorkList,
+    num_programs: int | None = None,
+    config: MaterialiseConfig | None = None,
+) -> None:
     """Carry out a work list in one launch for all layers, heads and entries.
 
     Args:
@@ -126,6 +147,7 @@ def materialise(state: torch.Tensor, ring: Ring, worklist: WorkList, num_program
         worklist: from `plan_step` or `plan_forced_fold`. Destinations are distinct, and no entry's source is
             another's destination.
         num_programs: size of the persistent grid; None takes `default_programs`.
+        config: launch shape; None takes `choose_materialise_config`.
 
     Raises ValueError if the state does not fit the ring.
     """
@@ -133,12 +155,12 @@ def materialise(state: torch.Tensor, ring: Ring, worklist: WorkList, num_program
     if state.dim() != 5 or state.shape[0] != s.layers:
         raise ValueError(f"the state must be [{s.layers}, slots, HV, V, K], got {tuple(state.shape)}")
     check_state(state, ring)
-    block_v = s.value_dim if INTERPRETED else min(64, s.value_dim, 8192 // s.key_dim)
+    block_v, warps = config or choose_materialise_config(s.value_dim, s.key_dim)
     _materialise_kernel[(num_programs or default_programs(state.device),)](
         state, ring.u, ring.k, ring.g, worklist.count, worklist.entries, worklist.max_entries, s.layers,
         state.stride(0), state.stride(1), ring.u.stride(0), ring.u.stride(1),
         ring.k.stride(0), ring.k.stride(1), ring.g.stride(0), ring.g.stride(1),
         H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity,
         GATE=gate_constant(s), RB=RECORDS, BV=block_v, KEY_SPLIT=s.key_dtype is torch.bfloat16,
-        num_warps=4, num_stages=1,
+        num_warps=warps, num_stages=1,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""SGLang's real GDN backend with the hooks applied, next to the same backend of a plain launch.
+"""SGLang's real GDN and KDA backends with the hooks applied, next to the same backends of a plain launch.
 
 Both get the same inputs and start from the same slots. The oracle is SGLang's own decode: outputs, conv windows and
 snapshots have to agree, eagerly and through the static buffers of a CUDA graph (whose replay is emulated by running
@@ -7,6 +7,7 @@ the captured Python again, so that this also works without a GPU).
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,18 +22,44 @@ from tests.plugin import launch
 from tests.plugin.launch import DEVICE
 
 # Two computations in fp32 that are rounded to fp16 at the end: they differ where a value lies between two fp16
-# numbers. Measured up to 4.4e-5 (interpreter).
+# numbers. Measured up to 7.4e-5 (interpreter).
 OUTPUT_BOUND = 3e-4
-# fp32 states of the two after the same tokens, measured 1.0e-7 to 2.5e-7.
+# fp32 states of the two after the same tokens, measured 8e-8 to 2.5e-7.
 STATE_BOUND = 1e-6
 CAPACITY = 3
 
 
-def make_backend(pool: Any, server_args: Any, is_draft_worker: bool = False) -> Any:
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A tiny model's linear layers. All have 2 v-heads and head dims of 32."""
+
+    name: str
+    k_heads: int
+    gate_width: int  # of `a`, per token
+    lower_bound: float | None = None
+
+    @property
+    def is_kda(self) -> bool:
+        return self.gate_width > 2
+
+    @property
+    def width(self) -> int:
+        return 2 * self.k_heads * 32 + 2 * 32
+
+
+GDN = Model("qwen3-next-deep", k_heads=1, gate_width=2)
+KDA = Model("kimi-linear", k_heads=2, gate_width=64)
+BOUNDED_KDA = Model("ling-v3", k_heads=2, gate_width=64, lower_bound=-5.0)
+MODELS = [GDN, KDA, BOUNDED_KDA]
+
+
+def make_backend(pool: Any, server_args: Any, model: Model = GDN, is_draft_worker: bool = False) -> Any:
     from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+    from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
     from sglang.srt.layers.attention.linear.utils import resolve_linear_attn_backends
 
-    return GDNAttnBackend(
+    backend = KDAAttnBackend if model.is_kda else GDNAttnBackend
+    return backend(
         SimpleNamespace(
             server_args=server_args,
             device=DEVICE,
@@ -44,39 +71,51 @@ def make_backend(pool: Any, server_args: Any, is_draft_worker: bool = False) -> 
     )
 
 
+def make_layers(model: Model) -> list[torch.nn.Module]:
+    """SGLang's linear-attention layers 0 to 2 with random weights."""
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+
+    random = torch.Generator().manual_seed(5)
+    layers = []
+    for layer_id in range(3):
+        conv = torch.randn(model.width, 4, generator=random).to(DEVICE, torch.float16) * 0.5
+        a_log = torch.randn(2, generator=random).to(DEVICE) - 1.0
+        dt_bias = torch.randn(model.gate_width, generator=random).to(DEVICE)
+        layers.append(
+            RadixLinearAttention(
+                layer_id,
+                model.k_heads,
+                model.k_heads,
+                2,
+                32,
+                32,
+                32,
+                conv_weights=conv,
+                activation="silu",
+                A_log=a_log.view(1, 1, 2, 1) if model.is_kda else a_log,
+                dt_bias=dt_bias,
+                lower_bound=model.lower_bound,
+            )  # fmt: skip
+        )
+    return layers
+
+
 class Shard:
     """Pool, backend and linear layers of one launch, all of them SGLang's."""
 
-    def __init__(self, flag: bool) -> None:
-        from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
-
+    def __init__(self, flag: bool, model: Model = GDN) -> None:
         extra = (FLAG, "--linear-replayssm-cache-len", str(CAPACITY)) if flag else ()
-        self.server_args = launch.publish(launch.parse(*extra, "--max-running-requests", "4"))
-        configurator = launch.configurator(self.server_args)
+        if model.is_kda:
+            extra = (*extra, "--attention-backend", "triton")
+        self.server_args = launch.publish(launch.parse(*extra, "--max-running-requests", "4", model=model.name))
+        self.layers = make_layers(model)
+        configurator = launch.configurator(self.server_args, layers=self.layers)
         configurator._handle_max_mamba_cache(0.25)
         self.pool = configurator._build_hybrid_req_pool(max_num_reqs=4, extra_max_context_len=4)
-        self.backend = make_backend(self.pool, self.server_args)
+        assert list(self.pool.mamba_map) == [layer.layer_id for layer in self.layers]
+        self.backend = make_backend(self.pool, self.server_args, model)
         self.ring = ring_of(self.pool)
         self.cache = self.pool.mamba_pool.mamba_cache
-        weights = torch.Generator().manual_seed(5)
-        self.layers = []
-        for layer_id in self.pool.mamba_map:
-            conv = torch.randn(self.cache.conv[0].shape[2], 4, generator=weights).to(DEVICE, torch.float16) * 0.5
-            self.layers.append(
-                RadixLinearAttention(
-                    layer_id,
-                    1,
-                    1,
-                    2,
-                    32,
-                    32,
-                    32,
-                    conv_weights=conv,
-                    activation="silu",
-                    A_log=torch.randn(2, generator=weights).to(DEVICE) - 1.0,
-                    dt_bias=torch.randn(2, generator=weights).to(DEVICE),
-                )  # fmt: skip
-            )
 
     def fill(self, slots: list[int]) -> None:
         """As if a prefill had run: the same random states and conv windows in both launches."""
@@ -100,11 +139,12 @@ def ints(values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
 class Pair:
     """A plain launch and one with the flag, holding the same requests in the same rows and slots."""
 
-    def __init__(self, lens: list[int]) -> None:
+    def __init__(self, lens: list[int], model: Model = GDN) -> None:
         from sglang.srt.managers.schedule_batch import ReqKvInfo
 
         self.random = torch.Generator().manual_seed(3)
-        self.plain, self.ours = Shard(flag=False), Shard(flag=True)
+        self.model = model
+        self.plain, self.ours = Shard(flag=False, model=model), Shard(flag=True, model=model)
         self.lens = list(lens)
         for shard in (self.plain, self.ours):
             requests = [SimpleNamespace(kv=ReqKvInfo()) for _ in lens]
@@ -138,7 +178,11 @@ class Pair:
         def half(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=self.random).to(DEVICE, torch.float16)
 
-        return [(half(size, 128), half(size, 2), half(size, 2)) for _ in self.plain.layers]
+        m = self.model
+        return [
+            (half(size, m.width), half(size, m.gate_width), half(1, size, 2) if m.is_kda else half(size, 2))
+            for _ in self.plain.layers
+        ]
 
     def eager_step(self, tracked: list[int]) -> None:
         inputs = self.inputs(len(self.rows))
@@ -174,9 +218,10 @@ class Pair:
             assert error <= STATE_BOUND, f"row {row} is off by {error:.1e}"
 
 
-def test_eager_decode_equals_plain_sglang() -> None:
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_eager_decode_equals_plain_sglang(model: Model) -> None:
     """Past two folds, with track boundaries before, at and after them, of one request and of several."""
-    pair = Pair([7, 20, 3])
+    pair = Pair([7, 20, 3], model)
     assert isinstance(pair.ours.backend.kernel_dispatcher.decode_kernel, BufferedDecode)
     assert not isinstance(pair.plain.backend.kernel_dispatcher.decode_kernel, BufferedDecode)
     for tracked in ([], [1], [0, 2], [2], [], [0, 1, 2], [], [1]):
@@ -187,13 +232,12 @@ def test_eager_decode_equals_plain_sglang() -> None:
 class Graph:
     """The static side of a captured decode: buffers by address, filled before every replay."""
 
-    def __init__(self, shard: Shard, size: int) -> None:
+    def __init__(self, shard: Shard, size: int, inputs: list[tuple[torch.Tensor, ...]]) -> None:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         self.shard, self.size = shard, size
         shard.backend.init_cuda_graph_state(size, size)
-        self.inputs = [(torch.zeros(size, 128), torch.zeros(size, 2), torch.zeros(size, 2)) for _ in shard.layers]
-        self.inputs = [tuple(t.to(DEVICE, torch.float16) for t in layer) for layer in self.inputs]
+        self.inputs = inputs  # of `size` entries: the static buffers
         self.captured = SimpleNamespace(
             forward_mode=ForwardMode.DECODE,
             logical_forward_mode=ForwardMode.DECODE,
@@ -217,8 +261,8 @@ class Graph:
         for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "mamba_track_mask", "mamba_track_indices"):
             getattr(static, name)[:live] = getattr(batch, name)
         for buffers, values in zip(self.inputs, inputs, strict=True):
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer[:live] = value
+            for buffer, value in zip(buffers, values, strict=True):  # KDA's b has a leading 1
+                buffer.view(self.size, -1)[:live] = value.view(live, -1)
         view = SimpleNamespace(**vars(static), num_padding=self.size - live)
         del view.mamba_track_mask, view.logical_forward_mode  # SGLang's view before a replay has neither
         if self.shard.ring is not None:
@@ -229,12 +273,12 @@ class Graph:
         return self.shard.run_layers(static, self.inputs)
 
 
-@pytest.mark.parametrize("padding", [0, 2])
-def test_graph_replay_equals_plain_sglang(padding: int) -> None:
+@pytest.mark.parametrize("padding,model", [(0, GDN), (2, GDN), (1, KDA)], ids=["full", "padded", "padded KDA"])
+def test_graph_replay_equals_plain_sglang(padding: int, model: Model) -> None:
     """Scenario 9: padded rows give zeros and touch nothing; boundaries are seen through the captured mask."""
-    pair = Pair([5, 11])
+    pair = Pair([5, 11], model)
     size = 2 + padding
-    graphs = [Graph(shard, size) for shard in (pair.plain, pair.ours)]
+    graphs = [Graph(shard, size, pair.inputs(size)) for shard in (pair.plain, pair.ours)]
     assert not any(output.any() for output in graphs[1].outputs), "a capture computes nothing"
     # the capture of the plain launch ran over its live slots, as no server does once requests run: start again
     for shard in (pair.plain, pair.ours):
@@ -258,7 +302,7 @@ def test_a_capture_over_live_rows_moves_nothing() -> None:
     tensors = (ring.ring.u, ring.ring.k, ring.ring.g, ring.ring.checkpoint, ring.ring.faults, ring.state)
     before = [tensor.clone() for tensor in tensors]
     windows = pair.ours.cache.conv[0].clone()
-    Graph(pair.ours, 4)
+    Graph(pair.ours, 4, pair.inputs(4))
     for tensor, old in zip(tensors, before, strict=True):
         torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
     pair.ours.cache.conv[0].copy_(windows)  # the conv kernel is SGLang's, and does run

@@ -108,6 +108,9 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--overlap-starts", action="store_true", help="the next server imports while one loads")
     server.add_argument("--start-timeout", type=float, default=900.0, metavar="S", help="seconds (default 900)")
     server.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds (default 600)")
+    server.add_argument(
+        "--deadline", type=float, default=float("inf"), metavar="S", help="start no further server after S seconds"
+    )
     how = p.add_argument_group("how to measure")
     how.add_argument(
         "--warmup",
@@ -140,19 +143,26 @@ def _joined(argv: list[str]) -> list[str]:
 
 
 def _defaults(name: str) -> str:
-    found = {k: getattr(w(), name) for k, w in WORKLOADS.items() if any(f.name == name for f in fields(w))}
-    values = ", ".join(f"{v:g}" if len(set(found.values())) == 1 else f"{k} {v:g}" for k, v in found.items())
-    return f" (default {values.split(',')[0] if len(set(found.values())) == 1 else values})"
+    """The default of a size in help, per workload where they differ."""
+    found = {kind: getattr(w(), name) for kind, w in WORKLOADS.items() if name in {f.name for f in fields(w)}}
+    if len(set(found.values())) == 1:
+        return f" (default {next(iter(found.values())):g})"
+    return f" (default {', '.join(f'{kind} {value:g}' for kind, value in found.items())})"
 
 
 def workloads_of(options: argparse.Namespace) -> list[Workload]:
     """The workloads that the options name; BenchError for a size that none of them has."""
+    given = {name: value for name in _SIZES if (value := getattr(options, name)) is not None}
+    if options.demo:
+        extra = [*given, *(name for name in ("batch", "workload") if getattr(options, name))]
+        if extra:
+            raise BenchError(f"--demo has a workload of its own: leave out --{extra[0].replace('_', '-')}")
+        return [demo.WORKLOAD]
     names = options.workload or ["gsp"]
     for name in names:
         if name not in WORKLOADS:
             raise BenchError(f"no workload is called {name!r}; there are {', '.join(WORKLOADS)}")
     chosen: list[Workload] = []
-    given = {name: value for name in _SIZES if (value := getattr(options, name)) is not None}
     used: set[str] = set()
     for name in dict.fromkeys(names):
         kind = WORKLOADS[name]
@@ -181,6 +191,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         "flush": not options.no_flush,
         "request_timeout": options.request_timeout,
         "start_timeout": options.start_timeout,
+        "deadline": options.deadline,
         "quiet": options.quiet,
     }
     if options.url is not None:
@@ -205,7 +216,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
     model = str(Path(model).resolve()) if Path(model).exists() else model
     return Settings(
         arms=select(options.arms or DEFAULT_ARMS, config.arms),
-        workloads=[demo.WORKLOAD] if options.demo and options.workload is None else workloads_of(options),
+        workloads=workloads_of(options),
         vocab=options.token_ids or vocab_of(model),
         model=model,
         profile=profile,
@@ -224,19 +235,22 @@ def settings_of(options: argparse.Namespace) -> Settings:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 if everything was measured, 1 if something failed, 2 for options that do not fit."""
     options = parser().parse_args(_joined(list(sys.argv[1:] if argv is None else argv)))
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         settings = settings_of(options)
         benchmark = Benchmark(settings, on_run=lambda results: report.write(settings, results))
     except BenchError as e:
         print(f"bench_rag: {e}", file=sys.stderr)
         return 2
+    # SIGTERM unwinds the stack, so that servers are reaped; what was measured is on disk by then.
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         benchmark.run()
     except KeyboardInterrupt:
         print("bench_rag: interrupted", file=sys.stderr)
         _finish(settings, benchmark.results, options.demo)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return _finish(settings, benchmark.results, options.demo)
 
 

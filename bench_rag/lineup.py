@@ -79,6 +79,8 @@ class Lineup:
         if gate is not None:
             command = [command[0], str(_LAUNCH), str(gate), *command[3:]]
         env = arm.environment({**os.environ, **s.profile.env, **s.server_env})
+        if "PYTHONPATH" in env:  # a server runs in another folder, where a relative entry would mean something else
+            env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in env["PYTHONPATH"].split(os.pathsep) if p)
         return Server(command, env, log, port, gate=gate).start()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,9 +93,12 @@ class Benchmark:
         left = visits(s.arms, s.seeds, s.order)
         with Progress(len(s.arms) * len(s.seeds) * len(s.workloads), s.quiet) as progress, Lineup(s) as lineup:
             self.results.commands = lineup.commands
+            began = time.monotonic()
             while left:
                 visit = left.pop(0)
                 try:
+                    if time.monotonic() - began > s.deadline:
+                        raise BenchError(f"not started, the deadline of {s.deadline:g} s has passed")
                     self._visit(visit, left[0] if left else None, lineup, progress)
                 except BenchError as e:
                     self.results.failures.append(Failure(visit.arm.name, str(e), e.detail))

@@ -16,6 +16,7 @@ class Settings:
     """``out``: folder for reports and server logs. Times are in seconds.
 
     ``order`` is ``interleaved`` or ``grouped`` (see :func:`visits`), ``warmup`` is ``full``, ``light`` or ``none``.
+    ``deadline``: seconds from the beginning after which no further server is started.
     With ``url`` a running server is measured, and ``model``, ``profile``, ``server_args``, ``server_env``,
     ``overlap_starts`` and ``start_timeout`` play no part.
     """
@@ -36,6 +37,7 @@ class Settings:
     overlap_starts: bool = False
     start_timeout: float = 900.0
     request_timeout: float = 600.0
+    deadline: float = float("inf")
     quiet: bool = False
 
 

@@ -112,6 +112,13 @@ def test_an_arm_that_dies_keeps_what_was_measured(bench, tmp_path, capsys):
     assert "CUDA error: out of luck" in data["failures"][0]["detail"]
 
 
+def test_no_server_starts_after_the_deadline(bench, tmp_path, capsys):
+    status, out = bench("--arms", "good,better", "--deadline", "0.01", "--seeds", "1,2")
+    measured = [(run["arm"], run["seed"]) for run in json.loads((out / "results.json").read_text())["runs"]]
+    assert status == 1 and measured == [("good", 1)]  # up before the deadline, and measured to the end
+    assert "better failed: not started, the deadline of 0.01 s has passed" in capsys.readouterr().err
+
+
 def test_an_arm_that_refuses_says_why(bench, tmp_path, capsys):
     status, out = bench("--arms", "sullen", "--warmup", "none")
     assert status == 1 and not (out / "report.png").exists()
@@ -215,6 +222,7 @@ def test_rounds_rotate_so_that_no_arm_is_always_first():
         (["--url", "http://127.0.0.1:1", "--arms", "plain"], "--url measures a running server"),
         (["--model", "m", "--arms", "best"], "no arm is called 'best'"),
         (["--model", "m", "--workload", "agent"], "no workload is called 'agent'"),
+        (["--demo", "--model", "m", "--groups", "3"], "--demo has a workload of its own: leave out --groups"),
         (["--model", "m", "--turns", "3"], "--turns has no meaning for gsp"),
         (["--model", "m", "--batch", "3"], "--batch has no meaning for gsp"),
         (["--model", "m", "--request-rate", "0"], "request-rate must be above 0"),

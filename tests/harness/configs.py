@@ -42,8 +42,8 @@ CONFIGS: dict[str, Config] = {
 }
 
 # Scenario tests: the deep model (3 linear layers of 4), the plugin's servers write their events down.
-MIXED = ("--enable-mixed-chunk", "--chunked-prefill-size", "128", "--page-size", "64")
-RETRACT = ("--max-total-tokens", "640", "--schedule-conservativeness", "0.1")
+MIXED = ("--enable-mixed-chunk", "--chunked-prefill-size", "128", "--page-size", "64", *TRACK_64)
+RETRACT = ("--max-total-tokens", "640", "--schedule-conservativeness", "0.1", *TRACK_64)
 BF16 = ("--dtype", "bfloat16", "--mamba-ssm-dtype", "bfloat16")
 BF16_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}
 
@@ -56,18 +56,46 @@ def _deep(*args: str, plugin: bool = True, **env: str) -> Config:
 CONFIGS |= {
     "deep-off": _deep(plugin=False),
     "deep-on": _deep(),
-    "deep-off-64": _deep(*TRACK_64, plugin=False),
     "deep-on-128": _deep("--mamba-track-interval", "128", "--chunked-prefill-size", "128"),
     "deep-off-no-buffer": _deep(*NO_BUFFER, plugin=False),
     "deep-on-no-buffer": _deep(*NO_BUFFER),
     "deep-on-len-1": _deep(*TRACK_64, "--linear-replayssm-cache-len", "1"),
     "deep-on-len-5": _deep(*TRACK_64, "--linear-replayssm-cache-len", "5"),
     "deep-on-len-64": _deep(*TRACK_64, "--linear-replayssm-cache-len", "64"),
-    "deep-off-mixed": _deep(*MIXED, plugin=False),
     "deep-on-mixed": _deep(*MIXED),
     "deep-on-retract": _deep(*RETRACT, SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8"),
     "deep-on-no-cache": _deep(*NO_CACHE),
+    "deep-off-lazy": _deep("--mamba-radix-cache-strategy", "extra_buffer_lazy", plugin=False),
     "deep-on-lazy": _deep("--mamba-radix-cache-strategy", "extra_buffer_lazy"),
     "deep-off-bf16": _deep(*BF16, plugin=False, **BF16_ENV),
     "deep-on-bf16": _deep(*BF16, **BF16_ENV),
+}
+
+# Kimi Delta Attention, likewise. Latent attention runs on the triton backend only; chunks of 128 make a prompt of 150
+# tokens a chunked prefill.
+LATENT = ("--attention-backend", "triton")
+CHUNKS = ("--chunked-prefill-size", "128", *TRACK_64)
+PRECISE = ("--enable-fp32-lm-head",)  # Ling V3 computes its logits in bfloat16, whose steps would hide what is compared
+
+
+def _kda(model: str, *args: str, plugin: bool = True, **env: str) -> Config:
+    flags = (*LATENT, *REPLAY) if plugin else LATENT
+    return Config(model, flags + args, {**(events.environment() if plugin else {}), **env}, plugin)
+
+
+CONFIGS |= {
+    "kimi-off": _kda("kimi-linear", *CHUNKS, plugin=False),
+    "kimi-on": _kda("kimi-linear", *CHUNKS),
+    "kimi-off-no-buffer": _kda("kimi-linear", *NO_BUFFER, plugin=False),
+    "kimi-on-no-buffer": _kda("kimi-linear", *NO_BUFFER),
+    "kimi-on-mixed": _kda("kimi-linear", *MIXED),
+    "kimi-on-retract": _kda("kimi-linear", *RETRACT, SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8"),
+    "kimi-off-bf16": _kda("kimi-linear", *CHUNKS, *BF16, plugin=False, **BF16_ENV),
+    "kimi-on-bf16": _kda("kimi-linear", *CHUNKS, *BF16, **BF16_ENV),
+    "kimi-on-len-5": _kda("kimi-linear", *CHUNKS, "--linear-replayssm-cache-len", "5"),
+    "kimi-moe-off": _kda("kimi-linear-moe", *CHUNKS, plugin=False),
+    "kimi-moe-on": _kda("kimi-linear-moe", *CHUNKS),
+    "ling-off": _kda("ling-v3", *CHUNKS, *PRECISE, plugin=False),
+    "ling-on": _kda("ling-v3", *CHUNKS, *PRECISE),
+    "ling-on-len-64": _kda("ling-v3", *CHUNKS, *PRECISE, "--linear-replayssm-cache-len", "64"),
 }

@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +57,8 @@ class Events:
         with open(_FILE) as file:
             file.seek(self._start)
             for line in file:
-                yield Event(**json.loads(line))
+                if line.endswith("\n"):  # the last one may still be being written
+                    yield Event(**json.loads(line))
 
     def of(self, kind: str) -> list[Event]:
         """Events of one kind."""
@@ -65,6 +67,14 @@ class Events:
     def decoded_tokens(self) -> int:
         """Tokens that went through buffered decode."""
         return sum(count >= 0 for event in self.of("decode") for count in event.pending)
+
+    def wait_for_decoded_tokens(self, count: int, timeout: float = 60.0) -> None:
+        """Return once `count` tokens went through buffered decode; TimeoutError after `timeout` seconds."""
+        until = time.monotonic() + timeout
+        while self.decoded_tokens() < count:
+            if time.monotonic() > until:
+                raise TimeoutError(f"{self.decoded_tokens()} tokens decoded in {timeout:.0f} s, waiting for {count}")
+            time.sleep(0.05)
 
     def snapshots(self) -> list[tuple[int, int]]:
         """(token count, records materialised) of every snapshot at a track boundary."""

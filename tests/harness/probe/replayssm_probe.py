@@ -5,7 +5,8 @@ nothing without its environment variables:
 
     REPLAYSSM_PROBE_FILE        append one JSON line per decode step, extend and hand-over of a slot to this file
     REPLAYSSM_PROBE_MEMORY_GIB  size the pools as on a device with this much memory, whatever the machine has
-    REPLAYSSM_PROBE_FAIL_HOOK   SGLang fails to apply the hooks on targets that end so (it only logs that)
+    REPLAYSSM_PROBE_FAIL_HOOK   "everywhere:ENDING" or "children:ENDING": SGLang fails to apply the hooks on targets
+                                that end so (it only logs that), in every process or all but the launcher
 
 tests/harness/events.py reads the file.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +32,9 @@ def register() -> None:
     if MEMORY_ENV in os.environ:
         _fix_memory(float(os.environ[MEMORY_ENV]))
     if FAIL_ENV in os.environ:
-        _fail_hook(os.environ[FAIL_ENV])
+        where, _, ending = os.environ[FAIL_ENV].partition(":")
+        if where == "everywhere" or multiprocessing.parent_process() is not None:
+            _fail_hook(ending)
 
 
 def _record(path: str) -> None:

@@ -45,8 +45,6 @@ from .replay import (
     dot_chunks,
     load_chunks,
     load_chunks_f32,
-    load_records,
-    load_u,
     project,
     replay_gdn,
     replay_kda,
@@ -92,18 +90,8 @@ def _decode_kernel(
         return
     row = tl.load(rows + i_n).to(tl.int64)
     p_state = state + slot * s_state + i_hv * (V * K) + (v0 + ov)[:, None] * K + oc[None, :]
-    p_u = ring_u + row * s_u + i_hv * (L * V) + v0
-    p_v = mixed_qkv + i_n * s_qkv + 2 * H * K + i_hv * V + v0 + ov
-    i_key = i_hv if GATE == _SCALED else i_h
-    p_key = ring_k + row * s_k + i_key * (L * K)
-    p_g = ring_g + row * s_g + i_hv * (L if GATE == _GDN else L * K)
-    # Loads first, the longest before the others: everything computed until its use hides behind it.
-    if TILES == 1:
+    if TILES == 1:  # the longest load first: everything up to its use hides behind it
         tile = load_chunks(p_state, NC, CH)
-        u_old = load_u(p_u, p, V, NB, RB, BV)
-        value = tl.load(p_v)
-    GATES: tl.constexpr = 1 if GATE == _GDN else (2 if GATE == _KDA else 0)
-    keys, younger, oldest = load_records(p, p_key, p_g, K, NB, RB, NC, CH, GATES)
 
     # This token.
     p_q = mixed_qkv + i_n * s_qkv + i_h * K + oc
@@ -128,30 +116,38 @@ def _decode_kernel(
             g = g + (log_decay(x, rate, lower_bound, BOUNDED),)
 
     # Records, newest first.
-    u_scale = k_norm
+    i_key = i_hv if GATE == _SCALED else i_h
+    p_key = ring_k + row * s_k + i_key * (L * K)
     if GATE == _GDN:
-        score_q, score_k, zq, zk = replay_gdn(q, k, g, p, keys, younger, oldest, NB, RB, NC)
+        p_g = ring_g + row * s_g + i_hv * L
+        score_q, score_k, zq, zk = replay_gdn(q, k, g, p, p_key, p_g, K, NB, RB, NC, CH)
+        u_scale = k_norm
     elif GATE == _KDA:
-        score_q, score_k, zq, zk = replay_kda(q, k, g, keys, younger, oldest, NB, NC)
+        p_g = ring_g + row * s_g + i_hv * (L * K)
+        score_q, score_k, zq, zk = replay_kda(q, k, g, p, p_key, p_g, K, NB, RB, NC, CH)
+        u_scale = k_norm
     else:
+        p_g = ring_g + row * s_g + i_hv * (L * K)
         total = ()
         for c in tl.static_range(NC):
             total = total + (g[c] + tl.load(p_g + (p - 1) * K + c * CH + oc, mask=oc < p * CH, other=0.0),)
-        score_q, score_k, zq, zk = replay_scaled(q, k, total, keys, NB, NC)
+        score_q, score_k, zq, zk = replay_scaled(q, k, total, p, p_key, K, NB, RB, NC, CH)
         u_scale = 1.0
 
+    p_u = ring_u + row * s_u + i_hv * (L * V) + v0
+    p_v = mixed_qkv + i_n * s_qkv + 2 * H * K + i_hv * V + v0 + ov
     for i in tl.range(0, TILES, num_stages=STAGES):
         if TILES > 1:
             tile = load_chunks(p_state + i * (BV * K), NC, CH)
-            u_old = load_u(p_u + i * BV, p, V, NB, RB, BV)
-            value = tl.load(p_v + i * BV)
         hk = project(tile, zk, NC)
         o = project(tile, zq, NC)
         for n in tl.static_range(NB):
-            old = u_old[n].to(tl.float32)
-            hk += tl.sum(old * score_k[n][:, None], 0)
-            o += tl.sum(old * score_q[n][:, None], 0)
-        u = beta * (value.to(tl.float32) - hk)
+            r = n * RB + tl.arange(0, RB)
+            p_old = p_u + i * BV + (p - 1 - r)[:, None] * V + ov[None, :]
+            u_old = tl.load(p_old, mask=(r < p)[:, None], other=0.0).to(tl.float32)
+            hk += tl.sum(u_old * score_k[n][:, None], 0)
+            o += tl.sum(u_old * score_q[n][:, None], 0)
+        u = beta * (tl.load(p_v + i * BV).to(tl.float32) - hk)
         tl.store(p_out + i * BV, (o + u * qk).to(out.dtype.element_ty))
         tl.store(p_u + p * V + i * BV + ov, (u * u_scale).to(ring_u.dtype.element_ty))
 
@@ -178,17 +174,19 @@ class DecodeConfig(NamedTuple):
     stages: int
 
 
-def choose_config(batch: int, v_heads: int, value_dim: int, key_dim: int, gate: str = "gdn") -> DecodeConfig:
-    """A program owns 64 value rows, so that its state tile is one load; batches too small to fill the GPU split finer.
+def choose_config(batch: int, v_heads: int, value_dim: int, key_dim: int) -> DecodeConfig:
+    """One program a (request, v-head) with tiles of 64 value rows; batches too small to fill the GPU split V.
 
-    KDA's gates of all records stand in registers, too, so its programs have more warps.
+    Swept on an H200 over all shapes that `bench --configs all` lists (16/48 heads of 128, fp32 state): from batch 8 up
+    nothing was more than 1% faster, see docs/measurements.md.
     """
     if INTERPRETED:
         return DecodeConfig(block_v=value_dim, split=1, warps=1, stages=1)
     wide = max(1, key_dim // 128)  # warps that keep a tile's share of a thread at that of K = 128
-    small = batch * v_heads < 132 * 2
-    block = min(32 if small else 64, value_dim)
-    return DecodeConfig(block, value_dim // block, warps=(4 if small or gate == "kda" else 2) * wide, stages=1)
+    if batch * v_heads < 132 * 2:
+        block = min(32, value_dim)
+        return DecodeConfig(block_v=block, split=value_dim // block, warps=4 * wide, stages=1)
+    return DecodeConfig(block_v=min(64, value_dim), split=1, warps=2 * wide, stages=1)
 
 
 def _check(
@@ -261,7 +259,7 @@ def decode(
     if batch == 0:
         return out
     u, k, g = ring.layers[layer]
-    block_v, split, warps, stages = config or choose_config(batch, s.v_heads, s.value_dim, s.key_dim, s.gate)
+    block_v, split, warps, stages = config or choose_config(batch, s.v_heads, s.value_dim, s.key_dim)
     _decode_kernel[(split, s.v_heads, batch)](
         mixed_qkv, a, b, A_log, dt_bias, out, state_layer, u, k, g, slots, rows, pending, scale, s.lower_bound or 0.0,
         mixed_qkv.stride(0), a.stride(0), b.stride(0), state_layer.stride(0), u.stride(0), k.stride(0), g.stride(0),

@@ -1,4 +1,4 @@
-"""Device functions shared by the kernels: gates and exponentials.
+"""Device functions shared by the kernels: gates, and exact products on the tensor cores.
 
     softplus(x) = log(1 + e^x), x itself above 20 (as SGLang's kernels cut it)
     GDN                 g = -exp(A_log) softplus(a + dt_bias)                   one number per v-head
@@ -24,10 +24,12 @@ INTERPRETED: bool = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """True when Triton's interpreter runs the kernels on the CPU (decided at import, as Triton itself does)."""
 
 RECORDS = 16
-"""Records per block of the decode kernel: 64 of them in blocks still fit the registers."""
+"""Records per block: the smallest inner size of a product on the tensor cores."""
 
 GDN, KDA, SCALED = 0, 1, 2
 """The kernels' GATE constant: what a record holds (see ring.py)."""
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 def gate_constant(shape: RingShape) -> int:
@@ -48,6 +50,26 @@ def softplus(x):
     y = 1.0 + e
     small = tl.where(y == 1.0, e, tl.log(y) * (e / tl.where(y == 1.0, 1.0, y - 1.0)))
     return tl.where(x <= 20.0, small, x)
+
+
+@triton.jit
+def dot_exact(x, y, KEY_SPLIT: tl.constexpr):
+    """x [M, R] fp32 times y [R, N] to float32 accuracy on the tensor cores.
+
+    KEY_SPLIT: y is bf16 and thus exact, so three bf16 slices of x give all its 24 bits. Otherwise three tf32
+        products
+    (22 bits); plain float32 products spill hundreds of registers at these tile sizes.
+    """
+    if _INTERPRETED:
+        return tl.dot(x, y.to(tl.float32), input_precision="ieee")
+    elif not KEY_SPLIT:
+        return tl.dot(x, y.to(tl.float32), input_precision="tf32x3")
+    else:
+        hi = x.to(tl.bfloat16)
+        rest = x - hi.to(tl.float32)
+        mid = rest.to(tl.bfloat16)
+        lo = (rest - mid.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(hi, y, tl.dot(mid, y, tl.dot(lo, y)))
 
 
 @triton.jit

@@ -21,9 +21,6 @@ The kernel is persistent: a fixed grid walks count * layers * HV * (V / BV) tile
 device, so one launch (also inside a CUDA graph) serves any list and an empty list ends at once. A tile is
 read and then written by the same program and entries have distinct destinations, so folding in place has no
 race; a destination must not be another's source.
-
-Records are applied one by one, as rank-1 updates in fp32: sixteen of them are a quarter of the time that the tile's
-bytes take, while a product on the tensor cores needs the tile in another layout and three passes to be exact.
 """
 
 from __future__ import annotations
@@ -37,11 +34,10 @@ import triton.language as tl
 
 from .cursors import WorkList
 from .decode import check_state
-from .gates import GDN, INTERPRETED, KDA, SCALED, exp_careful, gate_constant
+from .gates import GDN, INTERPRETED, KDA, RECORDS, SCALED, dot_exact, exp_careful, gate_constant
 from .ring import Ring
 
-_PROGRAMS_PER_SM = 16
-_UNROLL = 4  # records whose loads are in flight together
+_PROGRAMS_PER_SM = 8
 _GDN = tl.constexpr(GDN)
 _KDA = tl.constexpr(KDA)
 _SCALED = tl.constexpr(SCALED)
@@ -52,12 +48,11 @@ def _materialise_kernel(
     state, ring_u, ring_k, ring_g, count, entries, capacity, layers,
     l_state, s_state, l_u, s_u, l_k, s_k, l_g, s_g,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    GATE: tl.constexpr, LANES: tl.constexpr, RB: tl.constexpr, BV: tl.constexpr,
+    GATE: tl.constexpr, RB: tl.constexpr, BV: tl.constexpr, KEY_SPLIT: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = V // BV
     ok = tl.arange(0, K)
     ov = tl.arange(0, BV)
-    lanes = tl.arange(0, LANES)
     G_RECORD: tl.constexpr = 1 if GATE == _GDN else K  # numbers that a record's gate has
     total = tl.load(count) * layers * (HV * TILES)
     for t in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -79,38 +74,40 @@ def _materialise_kernel(
                 if src != dst:
                     tl.store(p_dst, tl.load(p_src))
             else:
-                old = tl.load(p_src).to(tl.float32)  # the longest load first: the records hide behind it
                 p_g = ring_g + i_layer * l_g + row * s_g + i_hv * (L * G_RECORD)
-                p_u = ring_u + i_layer * l_u + row * s_u + i_hv * (L * V) + v
+                p_u = ring_u + i_layer * l_u + row * s_u + i_hv * (L * V) + v[None, :]
                 i_key = i_hv if GATE == _SCALED else i_hv // (HV // H)
-                p_k = ring_k + i_layer * l_k + row * s_k + i_key * (L * K) + ok
-                if GATE == _GDN:
-                    gates = tl.load(p_g + lanes, mask=lanes < upto, other=0.0)
-                    new = old * tl.exp(tl.sum(gates, 0))
-                    since = 0.0  # log-decay since the next record
-                elif GATE == _KDA:
-                    since = tl.zeros([K], tl.float32)
-                    for j in range(0, upto):
-                        since += tl.load(p_g + j * K + ok)
-                    new = old * tl.exp(since)[None, :]
-                    since = tl.zeros([K], tl.float32)
-                else:
-                    new = old
+                p_k = ring_k + i_layer * l_k + row * s_k + i_key * (L * K) + ok[None, :]
+                # `since` is the log-decay since the newest record of the block that comes next.
+                since = 0.0 if GATE == _GDN else tl.zeros([K], tl.float32)
+                acc = tl.zeros([BV, K], tl.float32)
                 for first in range(0, upto, RB):
-                    for r in tl.static_range(RB):
-                        j = upto - 1 - first - r  # newest first: sums of gates of one sign never cancel
-                        live = j >= 0
-                        u = tl.load(p_u + j * V, mask=live, other=0.0).to(tl.float32)
-                        key = tl.load(p_k + j * K, mask=live, other=0.0).to(tl.float32)
-                        if GATE == _GDN:
-                            u *= tl.exp(since)
-                            since += tl.load(p_g + j, mask=live, other=0.0)
-                        elif GATE == _KDA:
-                            key *= tl.exp(since)
-                            since += tl.load(p_g + j * K + ok, mask=live, other=0.0)
-                        new += u[:, None] * key[None, :]
-                if GATE == _SCALED:
-                    new *= exp_careful(tl.load(p_g + (upto - 1) * K + ok))[None, :]
+                    r = first + tl.arange(0, RB)
+                    record = upto - 1 - r
+                    live = r < upto
+                    u = tl.load(p_u + record[:, None] * V, mask=live[:, None], other=0.0).to(tl.float32)
+                    key = tl.load(p_k + record[:, None] * K, mask=live[:, None], other=0.0)
+                    if GATE == _GDN:
+                        younger = tl.load(p_g + record + 1, mask=live & (r > 0), other=0.0)
+                        weight = tl.where(live, tl.exp(since + tl.cumsum(younger, 0)), 0.0)
+                        acc += dot_exact(tl.trans(u * weight[:, None]), key, KEY_SPLIT)
+                        since += tl.sum(younger, 0)
+                    elif GATE == _KDA:
+                        p_younger = p_g + (record + 1)[:, None] * K + ok[None, :]
+                        younger = tl.load(p_younger, mask=(live & (r > 0))[:, None], other=0.0)
+                        weighted = key.to(tl.float32) * tl.exp(since[None, :] + tl.cumsum(younger, 0))
+                        acc += dot_exact(tl.trans(u), weighted, False)
+                        since += tl.sum(younger, 0)
+                    else:
+                        acc += dot_exact(tl.trans(u), key, False)
+                old = tl.load(p_src).to(tl.float32)
+                # The checkpoint is older than the oldest record by that record's own gate.
+                if GATE == _GDN:
+                    new = acc + old * tl.exp(since + tl.load(p_g))
+                elif GATE == _KDA:
+                    new = acc + old * tl.exp(since + tl.load(p_g + ok))[None, :]
+                else:
+                    new = (acc + old) * exp_careful(tl.load(p_g + (upto - 1) * K + ok))[None, :]
                 tl.store(p_dst, new.to(state.dtype.element_ty))
 
 
@@ -125,7 +122,7 @@ def choose_materialise_config(value_dim: int, key_dim: int) -> MaterialiseConfig
     """Tiles small enough that several programs fit a multiprocessor: their loads and stores overlap."""
     if INTERPRETED:
         return MaterialiseConfig(block_v=value_dim, warps=1)
-    return MaterialiseConfig(block_v=min(32, value_dim), warps=4)
+    return MaterialiseConfig(block_v=min(64, value_dim, 8192 // key_dim), warps=4)
 
 
 @functools.cache
@@ -164,6 +161,6 @@ def materialise(
         state.stride(0), state.stride(1), ring.u.stride(0), ring.u.stride(1),
         ring.k.stride(0), ring.k.stride(1), ring.g.stride(0), ring.g.stride(1),
         H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity,
-        GATE=gate_constant(s), LANES=triton.next_power_of_2(s.capacity), RB=_UNROLL, BV=block_v,
+        GATE=gate_constant(s), RB=RECORDS, BV=block_v, KEY_SPLIT=s.key_dtype is torch.bfloat16,
         num_warps=warps, num_stages=1,
     )  # fmt: skip

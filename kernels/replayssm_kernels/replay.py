@@ -5,8 +5,7 @@ four rows, not five for one. Records go newest first in NB blocks of RB, so that
 
 The three `replay_*` functions return (score_q, score_k, zq, zk). score_q and score_k hold one [RB] vector per block,
 (e^{G_j} k_j) . q and (e^{G_j} k_j) . k; zq and zk are e^G q and e^G k, the checkpoint's projections. q and k are
-normalised and scaled already; p counts the records. All loads come before them (`load_records`, `load_u`): p_key,
-p_g and p_u point to the first record of this row and head.
+normalised and scaled already; p_key and p_g point to the first record of this row and head, p counts the records.
 """
 
 from __future__ import annotations
@@ -71,105 +70,75 @@ def times_exp(x, log, NC: tl.constexpr):
 
 
 @triton.jit
-def load_records(
-    p, p_key, p_g, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr, CH: tl.constexpr,
-    GATES: tl.constexpr,
-):  # fmt: skip
-    """Keys and gates of all records, before anything is computed from them: (keys, younger, oldest).
-
-    keys: NB * NC tiles [RB, CH], block by block. younger: the gates one place younger than each record, 0 for the
-    newest; NB vectors [RB] for GATES == 1 (GDN), NB * NC tiles for GATES == 2 (KDA), () for 0. oldest: the gate of
-    the oldest record, a number or NC vectors [CH]; 0 where there are no records.
-    """
-    oc = tl.arange(0, CH)
-    keys = ()
-    younger = ()
-    for n in tl.static_range(NB):
-        r = n * RB + tl.arange(0, RB)
-        record = p - 1 - r
-        live = r < p
-        if GATES == 1:
-            younger = younger + (tl.load(p_g + record + 1, mask=live & (r > 0), other=0.0),)
-        for c in tl.static_range(NC):
-            column = oc[None, :] + c * CH
-            keys = keys + (tl.load(p_key + record[:, None] * K + column, mask=live[:, None], other=0.0),)
-            if GATES == 2:
-                p_younger = p_g + (record + 1)[:, None] * K + column
-                younger = younger + (tl.load(p_younger, mask=(live & (r > 0))[:, None], other=0.0),)
-    if GATES == 1:
-        oldest = tl.load(p_g, mask=p > 0, other=0.0)
-    else:
-        oldest = ()
-        if GATES == 2:
-            for c in tl.static_range(NC):
-                oldest = oldest + (tl.load(p_g + c * CH + oc, mask=oc < p * CH, other=0.0),)
-    return keys, younger, oldest
-
-
-@triton.jit
-def load_u(p_u, p, V: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, BV: tl.constexpr):
-    """u of all records for BV value rows: NB tiles [RB, BV]."""
-    tiles = ()
-    for n in tl.static_range(NB):
-        r = n * RB + tl.arange(0, RB)
-        p_old = p_u + (p - 1 - r)[:, None] * V + tl.arange(0, BV)[None, :]
-        tiles = tiles + (tl.load(p_old, mask=(r < p)[:, None], other=0.0),)
-    return tiles
-
-
-@triton.jit
-def replay_gdn(q, k, g, p, keys, younger, oldest, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr):
+def replay_gdn(
+    q, k, g, p, p_key, p_g, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr, CH: tl.constexpr
+):
     """GDN: g is this token's log-decay, a number, and a record's decay weighs its scores."""
+    oc = tl.arange(0, CH)
     score_q = ()
     score_k = ()
     since = g  # log-decay since the newest record of the next block
     for n in tl.static_range(NB):
-        live = n * RB + tl.arange(0, RB) < p
-        weight = tl.where(live, tl.exp(since + tl.cumsum(younger[n], 0)), 0.0)
-        since += tl.sum(younger[n], 0)
-        sq = keys[n * NC].to(tl.float32) * q[0][None, :]
-        sk = keys[n * NC].to(tl.float32) * k[0][None, :]
-        for c in tl.static_range(1, NC):
-            key = keys[n * NC + c].to(tl.float32)
+        r = n * RB + tl.arange(0, RB)
+        record = p - 1 - r
+        live = r < p
+        younger = tl.load(p_g + record + 1, mask=live & (r > 0), other=0.0)
+        weight = tl.where(live, tl.exp(since + tl.cumsum(younger, 0)), 0.0)
+        since += tl.sum(younger, 0)
+        sq = tl.zeros([RB, CH], tl.float32)
+        sk = tl.zeros([RB, CH], tl.float32)
+        for c in tl.static_range(NC):
+            p_c = p_key + record[:, None] * K + oc[None, :] + c * CH
+            key = tl.load(p_c, mask=live[:, None], other=0.0).to(tl.float32)
             sq += key * q[c][None, :]
             sk += key * k[c][None, :]
         score_q = score_q + (tl.sum(sq, 1) * weight,)
         score_k = score_k + (tl.sum(sk, 1) * weight,)
     # The checkpoint is older than the oldest record by that record's own gate.
-    decay = tl.exp(since + oldest)
+    decay = tl.exp(since + tl.load(p_g, mask=p > 0, other=0.0))
     return score_q, score_k, times(q, decay, NC), times(k, decay, NC)
 
 
 @triton.jit
-def replay_kda(q, k, g, keys, younger, oldest, NB: tl.constexpr, NC: tl.constexpr):
+def replay_kda(
+    q, k, g, p, p_key, p_g, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr, CH: tl.constexpr
+):
     """KDA: g holds this token's log-decays in chunks, and a record's decays weigh its key channel by channel."""
+    oc = tl.arange(0, CH)
     score_q = ()
     score_k = ()
     since = g
     for n in tl.static_range(NB):
+        r = n * RB + tl.arange(0, RB)
+        record = p - 1 - r
+        live = r < p
+        sq = tl.zeros([RB, CH], tl.float32)
+        sk = tl.zeros([RB, CH], tl.float32)
         further = ()
         for c in tl.static_range(NC):
-            gates = younger[n * NC + c]
-            key = keys[n * NC + c].to(tl.float32) * tl.exp(since[c][None, :] + tl.cumsum(gates, 0))
-            further = further + (since[c] + tl.sum(gates, 0),)
-            if c == 0:
-                sq = key * q[c][None, :]
-                sk = key * k[c][None, :]
-            else:
-                sq += key * q[c][None, :]
-                sk += key * k[c][None, :]
+            column = oc[None, :] + c * CH
+            key = tl.load(p_key + record[:, None] * K + column, mask=live[:, None], other=0.0).to(tl.float32)
+            p_younger = p_g + (record + 1)[:, None] * K + column
+            younger = tl.load(p_younger, mask=(live & (r > 0))[:, None], other=0.0)
+            key *= tl.exp(since[c][None, :] + tl.cumsum(younger, 0))
+            further = further + (since[c] + tl.sum(younger, 0),)
+            sq += key * q[c][None, :]
+            sk += key * k[c][None, :]
         score_q = score_q + (tl.sum(sq, 1),)
         score_k = score_k + (tl.sum(sk, 1),)
         since = further
     total = ()
     for c in tl.static_range(NC):
-        total = total + (since[c] + oldest[c],)
+        total = total + (since[c] + tl.load(p_g + c * CH + oc, mask=oc < p * CH, other=0.0),)
     return score_q, score_k, times_exp(q, total, NC), times_exp(k, total, NC)
 
 
 @triton.jit
-def replay_scaled(q, k, total, keys, NB: tl.constexpr, NC: tl.constexpr):
+def replay_scaled(
+    q, k, total, p, p_key, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr, CH: tl.constexpr
+):
     """KDA with scaled keys: (e^{C_t - C_j} k_j) . q is the stored key times e^{C_t} q; `total` is C_t in chunks."""
+    oc = tl.arange(0, CH)
     zq = ()
     zk = ()
     for c in tl.static_range(NC):
@@ -179,10 +148,12 @@ def replay_scaled(q, k, total, keys, NB: tl.constexpr, NC: tl.constexpr):
     score_q = ()
     score_k = ()
     for n in tl.static_range(NB):
-        sq = keys[n * NC].to(tl.float32) * zq[0][None, :]
-        sk = keys[n * NC].to(tl.float32) * zk[0][None, :]
-        for c in tl.static_range(1, NC):
-            key = keys[n * NC + c].to(tl.float32)
+        r = n * RB + tl.arange(0, RB)
+        p_block = p_key + (p - 1 - r)[:, None] * K + oc[None, :]
+        sq = tl.zeros([RB, CH], tl.float32)
+        sk = tl.zeros([RB, CH], tl.float32)
+        for c in tl.static_range(NC):
+            key = tl.load(p_block + c * CH, mask=(r < p)[:, None], other=0.0)
             sq += key * zq[c][None, :]
             sk += key * zk[c][None, :]
         score_q = score_q + (tl.sum(sq, 1),)

@@ -162,6 +162,23 @@ def _device_refusals(device: str | None) -> list[str]:
     return [f"{FLAG} needs an NVIDIA GPU (or Triton's interpreter on the CPU, for tests); this is {name}."]
 
 
+def _shape_refusals(model_config: Any) -> list[str]:
+    """The linear layers' heads, where the kernels are not tested with them. For supported architectures only."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.runtime_context import get_parallel
+
+    from sglang_replayssm.memory_plan import shape_for
+
+    # Not published yet, and no other values are accepted.
+    with get_parallel().override(attn_tp_size=1, enable_cp_tp_group_sharing=False):
+        params = mambaish_config(model_config).mamba2_cache_params
+    try:
+        shape_for(params, rows=2, capacity=1, key_dtype=model_config.dtype).validate()
+    except ValueError as error:
+        return [f"{FLAG} is not tested with the linear layers of this model: {error}. Drop the flag."]
+    return []
+
+
 def _gate(model_config: Any) -> str | None:
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, hybrid_kda_config
 
@@ -185,6 +202,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         return
     model_config = model_config_of(server_args)
     reasons = refusals(view, list(model_config.hf_config.architectures), _gate(model_config))
+    reasons = reasons or _shape_refusals(model_config)
     if reasons:
         raise ValueError(" ".join(reasons))
     from sglang_replayssm.plugin import require_live_hooks

@@ -24,7 +24,19 @@ def ring_shape(configurator: Any, rows: int) -> RingShape:
     """Shape of the ring for the configurator's model shard and `rows` request rows (padding row included)."""
     from sglang.srt.runtime_context import get_server_args
 
-    params = configurator.mambaish_config.mamba2_cache_params
+    return shape_for(
+        configurator.mambaish_config.mamba2_cache_params,
+        rows=rows,
+        capacity=get_server_args().linear_replayssm_cache_len,
+        key_dtype=configurator.model_config.dtype,
+        lower_bound=gate_bound(configurator.model),
+    )
+
+
+def shape_for(
+    params: Any, *, rows: int, capacity: int, key_dtype: torch.dtype, lower_bound: float | None = None
+) -> RingShape:
+    """Shape of the ring beside slots of SGLang's cache parameters `params`; not validated."""
     v_heads, value_dim, key_dim = params.shape.temporal
     return RingShape(
         layers=len(params.layers),
@@ -33,11 +45,11 @@ def ring_shape(configurator: Any, rows: int) -> RingShape:
         v_heads=v_heads,
         key_dim=key_dim,
         value_dim=value_dim,
-        capacity=get_server_args().linear_replayssm_cache_len,
-        key_dtype=configurator.model_config.dtype,
+        capacity=capacity,
+        key_dtype=key_dtype,
         u_dtype=getattr(torch, arguments.u_dtype_name()),
         gate="kda" if params.is_kda else "gdn",
-        lower_bound=gate_bound(configurator.model),
+        lower_bound=lower_bound,
     )
 
 

@@ -88,10 +88,13 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_S + "arg_groups.overrides.declare_resolution", "call", ("server_args", "source", "fields")),
     Seam(_S + "configs.hybrid_arch.hybrid_gdn_config", "call", ("model_config",)),
     Seam(_S + "configs.hybrid_arch.hybrid_kda_config", "call", ("model_config",)),
+    Seam(_S + "configs.hybrid_arch.mambaish_config", "call", ("model_config",)),
     Seam(_S + "runtime_context.publish", "override", ("server_args", "role", "hf_config", "ranks")),
     Seam(_S + "runtime_context.get_server_args", "call"),
     Seam(_S + "runtime_context.get_schedule", "call"),
     Seam(_S + "runtime_context.get_memory", "call"),
+    Seam(_S + "runtime_context.get_parallel", "call"),
+    Seam(_S + "runtime_context.ParallelContext.override", "call", ("self", "kwargs")),
     # Memory plan and pools
     Seam(_CONFIGURATOR + "_handle_max_mamba_cache", "override", ("self", "total_rest_memory")),
     Seam(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -126,11 +124,6 @@ def test_accepted_puts_the_in_tree_code_to_sleep(argv: str) -> None:
         assert server_args.linear_replayssm_cache_len == int(words[-1])
 
 
-@pytest.mark.parametrize("model", ["qwen3-next", "qwen3.5"])
-def test_supported_models(model: str) -> None:
-    assert launch.resolved(launch.resolve(FLAG, model=model), "enable_linear_replayssm") is False
-
-
 def test_published_views_in_a_child_process() -> None:
     """A scheduler gets the pickled record and resolves nothing again: it reads the wish from the raw record."""
     assert not arguments.requested()  # nothing published yet
@@ -221,72 +214,6 @@ def test_our_kernel_keeps_the_triton_place_on_blackwell(monkeypatch: pytest.Monk
     bf16 = ("--mamba-ssm-dtype", "bfloat16")
     assert launch.resolved(launch.resolve(*bf16), "linear_attn_decode_backend") == "flashinfer"
     assert launch.resolved(launch.resolve(FLAG, *bf16), "linear_attn_decode_backend") == "triton"
-
-
-# -- models -----------------------------------------------------------------------------------------------------------
-
-_COMMON: dict[str, Any] = dict(
-    vocab_size=320,
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    head_dim=16,
-    intermediate_size=128,
-    hidden_act="silu",
-    max_position_embeddings=8192,
-    rms_norm_eps=1e-5,
-    dtype="float16",
-    bos_token_id=0,
-    eos_token_id=0,
-)
-OTHER_MODELS: dict[str, dict[str, Any]] = {
-    "KimiLinearForCausalLM": dict(
-        _COMMON,
-        model_type="kimi_linear",
-        model_max_length=8192,
-        kv_lora_rank=256,
-        q_lora_rank=None,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=32,
-        v_head_dim=16,
-        mla_use_nope=True,
-        linear_attn_config=dict(
-            full_attn_layers=[2], kda_layers=[1], head_dim=16, num_heads=2, short_conv_kernel_size=4
-        ),
-        num_experts=None,
-        first_k_dense_replace=2,
-    ),
-    "NemotronHForCausalLM": dict(
-        _COMMON,
-        model_type="nemotron_h",
-        hybrid_override_pattern="M*",
-        mamba_num_heads=4,
-        mamba_head_dim=16,
-        ssm_state_size=16,
-        n_groups=1,
-        conv_kernel=4,
-        chunk_size=64,
-    ),
-    "LlamaForCausalLM": dict(_COMMON, model_type="llama"),
-}
-
-
-def test_a_kda_model_is_accepted(tmp_path: Path) -> None:
-    """Kimi-Linear's layers decay per key channel: the other gate kind of the same kernels."""
-    name = "KimiLinearForCausalLM"
-    folder = launch.config_folder(tmp_path / "m", architectures=[name], **OTHER_MODELS[name])
-    launch.resolve(FLAG, "--attention-backend", "triton", "--skip-tokenizer-init", model=folder)
-
-
-@pytest.mark.parametrize("architecture", [name for name in OTHER_MODELS if name != "KimiLinearForCausalLM"])
-def test_models_without_gdn_or_kda_are_refused(architecture: str, tmp_path: Path) -> None:
-    """Mamba-2 and models without linear attention: the sentence lists what is supported."""
-    folder = launch.config_folder(tmp_path / "m", architectures=[architecture], **OTHER_MODELS[architecture])
-    with pytest.raises(ValueError) as error:
-        launch.resolve(FLAG, "--attention-backend", "triton", "--skip-tokenizer-init", model=folder)
-    assert f"this model is {architecture}. Drop the flag." in str(error.value)
-    assert "Qwen3NextForCausalLM" in str(error.value)
 
 
 # -- the device, the records' dtype and the kill switch ---------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -224,8 +225,11 @@ def test_eager_decode_equals_plain_sglang(model: Model) -> None:
     pair = Pair([7, 20, 3], model)
     assert isinstance(pair.ours.backend.kernel_dispatcher.decode_kernel, BufferedDecode)
     assert not isinstance(pair.plain.backend.kernel_dispatcher.decode_kernel, BufferedDecode)
-    for tracked in ([], [1], [0, 2], [2], [], [0, 1, 2], [], [1]):
-        pair.eager_step(tracked)
+    boundaries = ([], [1], [0, 2], [2], [], [0, 1, 2], [], [1])
+    with mock.patch.object(pair.ours.ring, "snapshot", wraps=pair.ours.ring.snapshot) as snapshot:
+        for tracked in boundaries:
+            pair.eager_step(tracked)
+    assert snapshot.call_count == len(boundaries), "one launch a step, after the last layer"
     pair.finish()
 
 
@@ -322,3 +326,62 @@ def test_a_draft_worker_keeps_sglangs_kernel() -> None:
     shard = Shard(flag=True)
     draft = make_backend(shard.pool, shard.server_args, is_draft_worker=True)
     assert not isinstance(draft.kernel_dispatcher.decode_kernel, BufferedDecode)
+
+
+# -- Kimi-K3's fused decode -------------------------------------------------------------------------------------------
+
+FUSED_WEIGHTS = tuple(range(7))  # as many as SGLang unpacks
+
+
+@pytest.fixture
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Inputs of SGLang's fused kernel. It is CUDA for 12 heads of 128; here it takes any shape and gives zeros."""
+    from sglang.kernels.ops.attention import kda_fused_decode
+
+    calls: list[torch.Tensor] = []
+
+    def fused(mixed_qkv: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(mixed_qkv)
+        return mixed_qkv.new_zeros(1, mixed_qkv.shape[0], 2, 32)
+
+    monkeypatch.setattr(kda_fused_decode, "covered", lambda *args: True)
+    monkeypatch.setattr(kda_fused_decode, "kda_fused_decode", fused)
+    return calls
+
+
+def offer_fused_decode(layers: list[torch.nn.Module]) -> None:
+    """What the model leaves on its layers before each decode for SGLang to take the fused path."""
+    for layer in layers:
+        layer._k3_fused_decode_args = FUSED_WEIGHTS
+        layer._k3_onorm_gate = torch.zeros(1)
+        layer._k3_onorm_consumed = False
+
+
+def test_fused_decode_is_off_while_the_ring_is_on(fused_calls: list[torch.Tensor]) -> None:
+    """It goes past the dispatcher and updates the slot in place: the offer is declined, and stands for others."""
+    pair = Pair([7, 20], KDA)
+    offer_fused_decode(pair.ours.layers)
+    for tracked in ([], [1], [], [0]):
+        pair.eager_step(tracked)
+    pair.finish()
+    assert not fused_calls
+    for layer in pair.ours.layers:
+        assert layer._k3_fused_decode_args is FUSED_WEIGHTS
+        assert not layer._k3_onorm_consumed, "the model is to apply the output norm itself"
+
+    offer_fused_decode(pair.plain.layers)
+    batch = pair.batch([])
+    pair.plain.backend.init_forward_metadata(batch)
+    pair.plain.run_layers(batch, pair.inputs(2))
+    assert len(fused_calls) == 3, "without the ring SGLang takes it"
+    assert all(layer._k3_onorm_consumed for layer in pair.plain.layers)
+
+
+def test_the_offer_stands_after_an_error(fused_calls: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair([7], KDA)
+    offer_fused_decode(pair.ours.layers)
+    monkeypatch.setattr(pair.ours.ring, "decode_layer", mock.Mock(side_effect=RuntimeError("no")))
+    with pytest.raises(RuntimeError, match="no"):
+        pair.eager_step([])
+    assert not fused_calls
+    assert pair.ours.layers[0]._k3_fused_decode_args is FUSED_WEIGHTS

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -210,3 +211,33 @@ def test_a_reservation_is_used_once() -> None:
     memory_plan.require_reserved(configurator, shape)
     with pytest.raises(RuntimeError):
         memory_plan.require_reserved(configurator, shape)
+
+
+# -- the gate ---------------------------------------------------------------------------------------------------------
+
+
+def layer(lower_bound: float | None) -> torch.nn.Module:
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+
+    return RadixLinearAttention(0, 2, 2, 2, 32, 32, 32, lower_bound=lower_bound)
+
+
+def test_the_ring_has_the_bound_of_the_models_layers() -> None:
+    """And is charged for it: with a bounded gate records hold scaled fp32 keys."""
+    latent = ("--attention-backend", "triton")
+    server_args = launch.publish_flag(*latent, model="kimi-linear")
+    shapes = {}
+    for bound in (None, -5.0):
+        configurator = launch.configurator(server_args, layers=[torch.nn.Linear(1, 1), layer(bound), layer(bound)])
+        shapes[bound] = memory_plan.ring_shape(configurator, rows=5)
+        assert shapes[bound].gate == "kda" and shapes[bound].lower_bound == bound
+        left = configurator._handle_max_mamba_cache(0.25)
+        expected = 0.25 - 5 * shapes[bound].bytes_per_row() / GIB - slots_gib(configurator)
+        assert left == pytest.approx(expected, abs=1e-6)
+    assert shapes[-5.0].scaled_keys and not shapes[None].scaled_keys
+    assert shapes[-5.0].bytes_per_row() > shapes[None].bytes_per_row()
+
+
+def test_layers_with_different_gates_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"one gate for all linear layers.*'-5.0', 'None'"):
+        memory_plan.gate_bound(torch.nn.ModuleList([layer(None), layer(-5.0)]))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 
+_NEEDED = ("aiohttp", "numpy", "scipy", "tabulate", "tqdm")
+
 
 def main() -> int:
     """Run the command line; a missing dependency is one sentence, not a traceback."""
     try:
         from .cli import main as run
     except ModuleNotFoundError as e:
-        if (e.name or "").partition(".")[0] not in ("aiohttp", "numpy", "tabulate", "tqdm"):
+        if (e.name or "").partition(".")[0] not in _NEEDED:
             raise
         print(f"bench_rag needs {e.name}: pip install 'sglang-replayssm[bench]'", file=sys.stderr)
         return 2

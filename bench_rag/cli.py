@@ -26,18 +26,23 @@ _SIZES: dict[str, tuple[type, str]] = {
     "prefix_len": (int, "gsp: tokens of the shared prefix; zipf: tokens of the system prompt"),
     "question_len": (int, "gsp, zipf: tokens of the question; multi: tokens added in each later turn"),
     "output_len": (int, "tokens to generate per request"),
-    "request_rate": (float, "gsp, zipf: requests per second, Poisson; inf sends everything at once"),
-    "concurrency": (int, "gsp, zipf, multi: most requests in flight"),
-    "requests": (int, "zipf: number of prompts"),
+    "request_rate": (float, "gsp, zipf, rag: requests per second, Poisson; inf sends everything at once"),
+    "concurrency": (int, "gsp, zipf, rag, multi: most requests in flight"),
+    "requests": (int, "zipf, rag: number of prompts"),
     "documents": (int, "zipf: documents in the corpus"),
-    "document_len": (int, "zipf: tokens per document"),
-    "documents_per_prompt": (int, "zipf: documents in each prompt"),
-    "zipf_alpha": (float, "zipf: exponent of the popularity, 0 for none"),
+    "document_len": (int, "zipf: tokens per document; rag: most tokens of a passage"),
+    "documents_per_prompt": (int, "zipf, rag: documents in each prompt"),
+    "zipf_alpha": (float, "zipf, rag: exponent of the popularity, 0 for none"),
     "sessions": (int, "multi: conversations"),
     "turns": (int, "multi: turns per conversation"),
     "first_len": (int, "multi: tokens of the first turn"),
     "prompt_len": (int, "burst: tokens per prompt"),
+    "topics": (int, "rag: passages that questions are about"),
+    "document_order": (str, "rag: retrieved (best first) or canonical (corpus order)"),
+    "corpus": (str, "rag: folder of text and Markdown (default Python's own documentation)"),
+    "tokenizer": (str, "rag: tokenizer.json or its folder (default the model's, else text as bytes)"),
 }
+_METAVARS = {"document_order": "ORDER", "corpus": "DIR", "tokenizer": "PATH"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,7 +101,8 @@ def parser() -> argparse.ArgumentParser:
     )
     sizes = p.add_argument_group("sizes (defaults: those of the public report for gsp)")
     for name, (kind, text) in _SIZES.items():
-        sizes.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=f"{text}{_defaults(name)}")
+        option, metavar = f"--{name.replace('_', '-')}", _METAVARS.get(name, "N")
+        sizes.add_argument(option, type=kind, metavar=metavar, help=f"{text}{_defaults(name)}")
     sizes.add_argument(
         "--batch", type=_integers, metavar="N,N", help="burst: requests at once, one run each (default 128)"
     )
@@ -145,13 +151,19 @@ def _joined(argv: list[str]) -> list[str]:
 def _defaults(name: str) -> str:
     """The default of a size in help, per workload where they differ."""
     found = {kind: getattr(w(), name) for kind, w in WORKLOADS.items() if name in {f.name for f in fields(w)}}
-    if len(set(found.values())) == 1:
-        return f" (default {next(iter(found.values())):g})"
-    return f" (default {', '.join(f'{kind} {value:g}' for kind, value in found.items())})"
+    shown = {kind: value if isinstance(value, str) else f"{value:g}" for kind, value in found.items()}
+    if not all(shown.values()):
+        return ""  # an empty string is no value; the text says what it means
+    if len(set(shown.values())) == 1:
+        return f" (default {next(iter(shown.values()))})"
+    return f" (default {', '.join(f'{kind} {value}' for kind, value in shown.items())})"
 
 
-def workloads_of(options: argparse.Namespace) -> list[Workload]:
-    """The workloads that the options name; BenchError for a size that none of them has."""
+def workloads_of(options: argparse.Namespace, model: str = "") -> list[Workload]:
+    """The workloads that the options name; BenchError for a size that none of them has.
+
+    Those that tokenise text do it with the tokenizer of ``model`` (a folder) unless the options name another.
+    """
     given = {name: value for name in _SIZES if (value := getattr(options, name)) is not None}
     if options.demo:
         extra = [*given, *(name for name in ("batch", "workload") if getattr(options, name))]
@@ -169,6 +181,8 @@ def workloads_of(options: argparse.Namespace) -> list[Workload]:
         own = {f.name for f in fields(kind)}
         sizes: dict[str, Any] = {k: v for k, v in given.items() if k in own}
         used |= sizes.keys()
+        if "tokenizer" in own and "tokenizer" not in sizes and Path(model, "tokenizer.json").is_file():
+            sizes["tokenizer"] = model
         if name == "burst":
             chosen += [kind(batch=b, **sizes) for b in options.batch or [kind().batch]]
         else:
@@ -201,7 +215,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
             raise BenchError(f"--url needs an address such as http://127.0.0.1:30000, got {options.url!r}")
         return Settings(
             arms=[Arm(options.name, options.url)],
-            workloads=workloads_of(options),
+            workloads=workloads_of(options, model or ""),
             vocab=options.token_ids or vocab_of(model),
             model=model or "",
             url=options.url,
@@ -216,7 +230,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
     model = str(Path(model).resolve()) if Path(model).exists() else model
     return Settings(
         arms=select(options.arms or DEFAULT_ARMS, config.arms),
-        workloads=workloads_of(options),
+        workloads=workloads_of(options, model),
         vocab=options.token_ids or vocab_of(model),
         model=model,
         profile=profile,

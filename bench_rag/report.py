@@ -101,6 +101,8 @@ def title(settings: Settings, results: Results, workload: Workload) -> str:
     text = f"{workload.label}: {sizes}; seeds {', '.join(map(str, settings.seeds))}"
     if isinstance(workload, Burst):
         return text
+    facts = ", ".join(f"{k} {v}" for k, v in results.facts.get(workload.label, {}).items())
+    text += f". Of the first seed: {facts}" if facts else ""
     return f"{text}. Ceiling (infinite cache): {100 * mean_ceiling(results, workload.label):.1f}% hit rate"
 
 
@@ -184,7 +186,10 @@ def as_json(settings: Settings, results: Results, closing: str = "") -> dict[str
         "flushed": settings.flush,
         "seeds": list(settings.seeds),
         "token_ids": [settings.vocab.low, settings.vocab.high],
-        "workloads": [{**describe(w), "ceiling": results.ceilings[w.label]} for w in settings.workloads],
+        "workloads": [
+            {**describe(w), "ceiling": results.ceilings[w.label], "facts": results.facts.get(w.label, {})}
+            for w in settings.workloads
+        ],
         "arms": [
             {
                 "name": arm.name,

@@ -62,11 +62,15 @@ class Failure:
 
 @dataclass
 class Results:
-    """Everything a report needs. ``ceilings``: hit rate of an infinite cache by workload and seed."""
+    """Everything a report needs.
+
+    ``ceilings``: hit rate of an infinite cache by workload and seed. ``facts``: of the first seed's plan, by workload.
+    """
 
     runs: list[Run] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     ceilings: dict[str, dict[int, float]] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     commands: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -83,9 +87,11 @@ class Benchmark:
         self._on_run = on_run
         self.results = Results()
         for workload in settings.workloads:
-            self.results.ceilings[workload.label] = {
-                seed: ceiling(workload.plan(seed, settings.vocab)) for seed in settings.seeds
-            }
+            limits = self.results.ceilings.setdefault(workload.label, {})
+            for seed in settings.seeds:
+                plan = workload.plan(seed, settings.vocab)
+                limits[seed] = ceiling(plan)
+                self.results.facts.setdefault(workload.label, plan.facts)
 
     def run(self) -> Results:
         """Measure every arm; an arm that fails is recorded, and the others go on."""

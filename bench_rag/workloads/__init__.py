@@ -6,9 +6,10 @@ from .base import Conversation, Plan, Turn, Vocab, Workload, describe
 from .burst import Burst
 from .gsp import SharedPrefix
 from .multi import MultiTurn
+from .rag import RetrievedRag
 from .zipf import ZipfRag
 
-WORKLOADS: dict[str, type] = {w.kind: w for w in (SharedPrefix, ZipfRag, MultiTurn, Burst)}
+WORKLOADS: dict[str, type] = {w.kind: w for w in (SharedPrefix, ZipfRag, RetrievedRag, MultiTurn, Burst)}
 
 __all__ = [
     "WORKLOADS",
@@ -16,6 +17,7 @@ __all__ = [
     "Conversation",
     "MultiTurn",
     "Plan",
+    "RetrievedRag",
     "SharedPrefix",
     "Turn",
     "Vocab",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from ..errors import BenchError
@@ -32,10 +33,14 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Plan:
-    """Conversations in order of arrival, and how many requests may be in flight at once."""
+    """Conversations in order of arrival, and how many requests may be in flight at once.
+
+    ``facts``: what a report should say about how the plan came about, such as the size of a corpus.
+    """
 
     conversations: list[Conversation]
     concurrency: int
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def requests(self) -> int:
@@ -88,8 +93,13 @@ def resize(workload: W, **changes: Any) -> W:
 
 
 def describe(workload: Workload) -> dict[str, Any]:
-    """Kind, label and every size, for reports; an infinite rate becomes the string ``inf`` (JSON has no infinity)."""
-    sizes = {k: "inf" if v == float("inf") else v for k, v in asdict(workload).items()}  # type: ignore[call-overload]
+    """Kind, label and every size, for reports.
+
+    An infinite rate becomes the string ``inf`` (JSON has no infinity), a path only its last part, and an empty option
+    is left out.
+    """
+    sizes = {k: "inf" if v == float("inf") else v for k, v in asdict(workload).items() if v != ""}  # type: ignore[call-overload]
+    sizes |= {k: Path(sizes[k]).name for k in ("corpus", "tokenizer", "trace") if k in sizes}
     return {"kind": workload.kind, "label": workload.label, **sizes}
 
 

@@ -225,6 +225,13 @@ class Machine:
         self.running.append(request)
         return request
 
+    def begin(self, prompt: int) -> Request:
+        """A request after its prefill of `prompt` tokens."""
+        request = self.admit()
+        assert request is not None, "no row or slot is free"
+        self.extend({request: prompt})
+        return request
+
     def extend(self, chunks: dict[Request, int], decodes: Sequence[Request] = ()) -> None:
         """Prefill the next tokens of some requests; `decodes` ride along as extends of one token (mixed chunk).
 

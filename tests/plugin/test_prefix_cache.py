@@ -41,9 +41,7 @@ class Cache:
 
 
 def decoded(machine: Machine, prompt: int, steps: int) -> Request:
-    request = machine.admit()
-    assert request is not None
-    machine.extend({request: prompt})
+    request = machine.begin(prompt)
     for _ in range(steps):
         machine.decode([request])
     return request

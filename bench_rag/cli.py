@@ -21,26 +21,31 @@ from .workloads import WORKLOADS, Vocab, Workload
 
 # Sizes by option name: type and meaning. A workload takes the ones it has a field for, with its own defaults.
 _SIZES: dict[str, tuple[type, str]] = {
-    "groups": (int, "gsp: groups of prompts that share a prefix"),
-    "prompts_per_group": (int, "gsp: questions asked of each prefix"),
-    "prefix_len": (int, "gsp: tokens of the shared prefix; zipf: tokens of the system prompt"),
-    "question_len": (int, "gsp, zipf: tokens of the question; multi: tokens added in each later turn"),
+    "groups": (int, "groups of prompts that share a prefix"),
+    "prompts_per_group": (int, "questions asked of each prefix"),
+    "prefix_len": (int, "tokens of the shared prefix or system prompt"),
+    "question_len": (int, "tokens of a question, of a task, or of what a later turn adds"),
     "output_len": (int, "tokens to generate per request"),
-    "request_rate": (float, "gsp, zipf, rag: requests per second, Poisson; inf sends everything at once"),
-    "concurrency": (int, "gsp, zipf, rag, multi: most requests in flight"),
-    "requests": (int, "zipf, rag: number of prompts"),
-    "documents": (int, "zipf: documents in the corpus"),
-    "document_len": (int, "zipf: tokens per document; rag: most tokens of a passage"),
-    "documents_per_prompt": (int, "zipf, rag: documents in each prompt"),
-    "zipf_alpha": (float, "zipf, rag: exponent of the popularity, 0 for none"),
-    "sessions": (int, "multi: conversations"),
-    "turns": (int, "multi: turns per conversation"),
-    "first_len": (int, "multi: tokens of the first turn"),
-    "prompt_len": (int, "burst: tokens per prompt"),
-    "topics": (int, "rag: passages that questions are about"),
-    "document_order": (str, "rag: retrieved (best first) or canonical (corpus order)"),
-    "corpus": (str, "rag: folder of text and Markdown (default Python's own documentation)"),
-    "tokenizer": (str, "rag: tokenizer.json or its folder (default the model's, else text as bytes)"),
+    "request_rate": (float, "requests per second (docqa: documents), Poisson; inf sends everything at once"),
+    "concurrency": (int, "most requests in flight"),
+    "requests": (int, "number of prompts"),
+    "documents": (int, "documents in the corpus"),
+    "document_len": (int, "tokens per document, at most so many per passage of real text"),
+    "documents_per_prompt": (int, "documents in each prompt"),
+    "document_order": (str, "retrieved (best first) or canonical (corpus order)"),
+    "topics": (int, "passages that questions are about"),
+    "zipf_alpha": (float, "exponent of the popularity, 0 for none"),
+    "corpus": (str, "folder of text and Markdown (default Python's own documentation)"),
+    "tokenizer": (str, "tokenizer.json or its folder (default the model's, else text as bytes)"),
+    "sessions": (int, "conversations"),
+    "turns": (int, "turns per conversation"),
+    "first_len": (int, "tokens of the first turn"),
+    "steps": (int, "answers per agent"),
+    "tool_len": (int, "mean tokens of a tool's output"),
+    "tool_seconds": (float, "mean seconds a tool runs"),
+    "questions": (int, "questions about each document"),
+    "question_gap": (float, "mean seconds between questions about a document"),
+    "prompt_len": (int, "tokens per prompt"),
 }
 _METAVARS = {"document_order": "ORDER", "corpus": "DIR", "tokenizer": "PATH"}
 
@@ -102,7 +107,8 @@ def parser() -> argparse.ArgumentParser:
     sizes = p.add_argument_group("sizes (defaults: those of the public report for gsp)")
     for name, (kind, text) in _SIZES.items():
         option, metavar = f"--{name.replace('_', '-')}", _METAVARS.get(name, "N")
-        sizes.add_argument(option, type=kind, metavar=metavar, help=f"{text}{_defaults(name)}")
+        takers = ", ".join(k for k, w in WORKLOADS.items() if name in {f.name for f in fields(w)})
+        sizes.add_argument(option, type=kind, metavar=metavar, help=f"{takers}: {text}{_defaults(name)}")
     sizes.add_argument(
         "--batch", type=_integers, metavar="N,N", help="burst: requests at once, one run each (default 128)"
     )

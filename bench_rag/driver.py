@@ -26,6 +26,8 @@ async def drive(client: Client, plan: Plan, on_reply: Callable[[Reply], None] = 
         replies = []
         for turn_number, turn in enumerate(conversation.turns):
             prompt = history + turn.new_ids
+            if turn.pause:
+                await asyncio.sleep(turn.pause)
             due = time.perf_counter()
             async with in_flight:
                 reply = await client.generate(prompt, turn.output_len)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from .agent import AgentLoop
 from .base import Conversation, Plan, Turn, Vocab, Workload, describe
 from .burst import Burst
+from .docqa import DocumentQa
 from .gsp import SharedPrefix
 from .multi import MultiTurn
 from .rag import RetrievedRag
 from .zipf import ZipfRag
 
-WORKLOADS: dict[str, type] = {w.kind: w for w in (SharedPrefix, ZipfRag, RetrievedRag, MultiTurn, Burst)}
+WORKLOADS: dict[str, type] = {
+    w.kind: w for w in (SharedPrefix, ZipfRag, RetrievedRag, MultiTurn, AgentLoop, DocumentQa, Burst)
+}
 
 __all__ = [
     "WORKLOADS",
+    "AgentLoop",
     "Burst",
     "Conversation",
+    "DocumentQa",
     "MultiTurn",
     "Plan",
     "RetrievedRag",

@@ -17,10 +17,14 @@ from ..errors import BenchError
 
 @dataclass(frozen=True)
 class Turn:
-    """``new_ids``: token ids appended to the history. ``output_len``: tokens to generate, exactly."""
+    """``new_ids``: token ids appended to the history. ``output_len``: tokens to generate, exactly.
+
+    ``pause``: seconds from the end of the previous turn's answer until this turn is sent, such as a tool's run time.
+    """
 
     new_ids: list[int]
     output_len: int
+    pause: float = 0.0
 
 
 @dataclass(frozen=True)

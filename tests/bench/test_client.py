@@ -123,3 +123,10 @@ def test_burst_reaches_its_batch():
     fake = FakeSglang(events=[(0.6, 1), (0.1, 1)])
     replies = run(fake, Burst(batch=20, prompt_len=2, output_len=2).plan(1, Vocab()))
     assert len(replies) == 20 and all(r.ok for r in replies) and fake.most_in_flight == 20
+
+
+def test_a_pause_comes_before_its_turn():
+    plan = Plan([Conversation([Turn([1], 1), Turn([2], 1, pause=0.3)])], concurrency=1)
+    first, second = run(FakeSglang(events=[(0.0, 1)]), plan)
+    assert 0.3 <= second.sent - first.ended < 0.3 + LATE
+    assert second.waited < 0.3  # a tool's time is not a wait for the client's limit

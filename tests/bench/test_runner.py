@@ -155,6 +155,25 @@ def test_several_workloads_on_one_server(bench, tmp_path, capsys):
     assert "at most 4 requests at once, fewer than burst-8" in capsys.readouterr().err
 
 
+def test_real_text_and_agents_on_one_server(bench, tmp_path, capsys):
+    (tmp_path / "corpus").mkdir()
+    for word in ("apple", "banana", "cherry", "damson"):
+        text = " ".join(f"{word}{part}" for part in ("stem", "skin", "seed", "core", "juice", "leaf", "tree"))
+        (tmp_path / "corpus" / f"{word}.md").write_text(text)
+    options = ["--workload", "gsp,rag,agent", "--corpus", str(tmp_path / "corpus"), "--requests", "6"]
+    status, out = bench("--arms", "good", *options, "--sessions", "2", "--steps", "2", "--tool-len", "4")
+    assert status == 0
+    data = json.loads((out / "results.json").read_text())
+    assert [(run["workload"], run["figures"]["requests"]) for run in data["runs"]] == [
+        ("gsp", 4),
+        ("rag", 6),
+        ("agent", 4),
+    ]
+    rag = data["workloads"][1]
+    assert rag["corpus"] == "corpus" and rag["facts"]["passages"] == 4 and rag["facts"]["tokenizer"] == "bytes"
+    assert "passages 4, tokens" in capsys.readouterr().out and str(tmp_path) not in (out / "report.md").read_text()
+
+
 def test_terminated_benchmark_leaves_no_server(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
@@ -221,11 +240,12 @@ def test_rounds_rotate_so_that_no_arm_is_always_first():
         (["--url", "localhost:1"], "--url needs an address such as"),
         (["--url", "http://127.0.0.1:1", "--arms", "plain"], "--url measures a running server"),
         (["--model", "m", "--arms", "best"], "no arm is called 'best'"),
-        (["--model", "m", "--workload", "agent"], "no workload is called 'agent'"),
+        (["--model", "m", "--workload", "chess"], "no workload is called 'chess'"),
         (["--demo", "--model", "m", "--groups", "3"], "--demo has a workload of its own: leave out --groups"),
         (["--model", "m", "--turns", "3"], "--turns has no meaning for gsp"),
         (["--model", "m", "--batch", "3"], "--batch has no meaning for gsp"),
         (["--model", "m", "--request-rate", "0"], "request-rate must be above 0"),
+        (["--model", "m", "--workload", "rag", "--corpus", "/nowhere"], "the corpus /nowhere is not a folder"),
         (["--model", "m", "--groups", "0"], "groups must be at least 1"),
         pytest.param(["--model", "m", "--config", "/nowhere.toml"], "cannot read /nowhere.toml", marks=needs_toml),
     ],

@@ -9,7 +9,19 @@ import pytest
 
 from bench_rag.ceiling import ceiling
 from bench_rag.errors import BenchError
-from bench_rag.workloads import Burst, Conversation, MultiTurn, Plan, SharedPrefix, Turn, Vocab, ZipfRag, describe
+from bench_rag.workloads import (
+    AgentLoop,
+    Burst,
+    Conversation,
+    DocumentQa,
+    MultiTurn,
+    Plan,
+    SharedPrefix,
+    Turn,
+    Vocab,
+    ZipfRag,
+    describe,
+)
 
 VOCAB = Vocab(10, 200)
 SMALL = [
@@ -17,6 +29,8 @@ SMALL = [
     ZipfRag(requests=12, documents=6, document_len=7, documents_per_prompt=2, prefix_len=4, question_len=3),
     MultiTurn(sessions=3, turns=3, first_len=9, question_len=4, output_len=5, concurrency=2),
     Burst(batch=5, prompt_len=6, output_len=7),
+    AgentLoop(sessions=3, steps=3, prefix_len=11, question_len=4, tool_len=6, output_len=5),
+    DocumentQa(documents=4, questions=3, document_len=20, question_len=4, output_len=3),
 ]
 
 
@@ -66,6 +80,51 @@ def test_multi_turn_plans_only_what_is_new():
     assert [[len(t.new_ids) for t in c.turns] for c in plan.conversations] == [[9, 4, 4]] * 3
     # Turn prompts are 9, 9+5+4 and 18+5+4 tokens; all but the new ones and the last answer token can be cached.
     assert ceiling(plan) == pytest.approx((9 + 4 + 18 + 4) / (9 + 18 + 27))
+
+
+def test_agents_share_their_tools_and_append_outputs():
+    workload = AgentLoop(sessions=40, steps=4, prefix_len=30, question_len=5, tool_len=10, output_len=6)
+    conversations = workload.plan(3, Vocab()).conversations
+    assert len({tuple(c.turns[0].new_ids[:30]) for c in conversations}) == 1
+    assert {len(c.turns[0].new_ids) for c in conversations} == {35} and {len(c.turns) for c in conversations} == {4}
+    tools = [len(t.new_ids) for c in conversations for t in c.turns[1:]]
+    assert min(tools) == 5 and max(tools) == 15 and len(set(tools)) == 11
+    pauses = [t.pause for c in conversations for t in c.turns[1:]]
+    # 120 exponential pauses of mean 0.2 s; nobody waits before the first turn.
+    assert sum(pauses) / 120 == pytest.approx(0.2, rel=5 / 120**0.5) and {c.turns[0].pause for c in conversations} == {
+        0
+    }
+
+
+def test_agents_ceiling_by_hand():
+    # Tool outputs of 2 tokens would vary from 1 to 3; of 1 token they are 1. First turns: 8 + 2, later + 3 + 1 each.
+    plan = AgentLoop(sessions=5, steps=3, prefix_len=8, question_len=2, tool_len=1, output_len=3).plan(1, Vocab())
+    # The first agent computes the tools. A later turn computes its tool output and the last token of the answer before.
+    cached = 4 * 8 + 5 * (14 - 2) + 5 * (18 - 2)
+    assert ceiling(plan) == pytest.approx(cached / (5 * (10 + 14 + 18)))
+
+
+def test_documents_are_asked_again_among_others():
+    workload = DocumentQa(documents=12, questions=3, document_len=40, question_len=5, question_gap=6.0, request_rate=1)
+    conversations = workload.plan(2, Vocab()).conversations
+    documents = [tuple(c.turns[0].new_ids[:40]) for c in conversations]
+    assert sorted(Counter(documents).values()) == [3] * 12 and {len(c.turns[0].new_ids) for c in conversations} == {45}
+    times = [c.arrival for c in conversations]
+    assert times == sorted(times) and times[0] == 0
+    # Whoever comes first computes the document; questions share nothing.
+    assert ceiling(workload.plan(2, Vocab())) == pytest.approx(40 / 45 * 2 / 3, abs=1e-3)
+    returns = sum(a == b for a, b in zip(documents, documents[1:], strict=False))
+    assert returns < 12  # 24 if nothing came in between
+    gaps = [
+        b - a
+        for d in set(documents)
+        for a, b in _neighbours([t for x, t in zip(documents, times, strict=True) if x == d])
+    ]
+    assert sum(gaps) / 24 == pytest.approx(6.0, rel=5 / 24**0.5)
+
+
+def _neighbours(values: list[float]) -> list[tuple[float, float]]:
+    return list(zip(values, values[1:], strict=False))
 
 
 def test_arrivals_are_poisson():
@@ -139,6 +198,9 @@ def test_warmup_is_never_larger(workload):
         (lambda: ZipfRag(documents=2, documents_per_prompt=3), "need a corpus of at least as many"),
         (lambda: Burst(batch=-1), "batch must be at least 1"),
         (lambda: Vocab(5, 5), "low < high"),
+        (lambda: AgentLoop(tool_seconds=-1), "tool-seconds must be at least 0"),
+        (lambda: DocumentQa(question_gap=-1), "question-gap must be at least 0"),
+        (lambda: DocumentQa(request_rate=0), "request-rate must be above 0"),
     ],
 )
 def test_bad_sizes_say_so(make, sentence):

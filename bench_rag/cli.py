@@ -46,8 +46,12 @@ _SIZES: dict[str, tuple[type, str]] = {
     "questions": (int, "questions about each document"),
     "question_gap": (float, "mean seconds between questions about a document"),
     "prompt_len": (int, "tokens per prompt"),
+    "trace": (str, "file to replay: Mooncake, ShareGPT, or SGLang's custom and OpenAI JSONL"),
+    "trace_speed": (float, "recorded times run so many times as fast"),
+    "trace_requests": (int, "records to replay, 0 for all"),
+    "trace_output_len": (int, "most tokens of an answer, 0 for as many as recorded"),
 }
-_METAVARS = {"document_order": "ORDER", "corpus": "DIR", "tokenizer": "PATH"}
+_METAVARS = {"document_order": "ORDER", "corpus": "DIR", "tokenizer": "PATH", "trace": "FILE"}
 
 
 class _Parser(argparse.ArgumentParser):

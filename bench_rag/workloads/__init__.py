@@ -9,10 +9,11 @@ from .docqa import DocumentQa
 from .gsp import SharedPrefix
 from .multi import MultiTurn
 from .rag import RetrievedRag
+from .trace import TraceReplay
 from .zipf import ZipfRag
 
 WORKLOADS: dict[str, type] = {
-    w.kind: w for w in (SharedPrefix, ZipfRag, RetrievedRag, MultiTurn, AgentLoop, DocumentQa, Burst)
+    w.kind: w for w in (SharedPrefix, ZipfRag, RetrievedRag, MultiTurn, AgentLoop, DocumentQa, TraceReplay, Burst)
 }
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Plan",
     "RetrievedRag",
     "SharedPrefix",
+    "TraceReplay",
     "Turn",
     "Vocab",
     "Workload",

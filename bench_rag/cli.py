@@ -143,6 +143,9 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--out", type=Path, help="folder for JSON, Markdown, the plot and logs (default results/bench_rag)"
     )
+    how.add_argument(
+        "--ttft-slo", type=float, metavar="MS", help="also report goodput: requests whose first token comes in time"
+    )
     how.add_argument("--quiet", action="store_true", help="no progress bars")
     return p
 
@@ -208,6 +211,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
     config = load_config(options.config)
     model = options.model or config.model
     out = options.out or Path("results/bench_rag")
+    if options.ttft_slo is not None and not options.ttft_slo > 0:
+        raise BenchError(f"--ttft-slo is a time above 0 ms, got {options.ttft_slo:g}")
     common: dict[str, Any] = {
         "seeds": options.seeds,
         "out": out,
@@ -216,6 +221,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         "request_timeout": options.request_timeout,
         "start_timeout": options.start_timeout,
         "deadline": options.deadline,
+        "ttft_limit": None if options.ttft_slo is None else options.ttft_slo / 1e3,
         "quiet": options.quiet,
     }
     if options.url is not None:

@@ -131,6 +131,15 @@ class Client:
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
             return {}
 
+    async def metrics(self, timeout: float = 10.0) -> str:
+        """The server's Prometheus page; empty where it has none (SGLang: ``--enable-metrics``)."""
+        try:
+            # SGLang redirects /metrics to /metrics/.
+            async with self._open.get(f"{self.base_url}/metrics", timeout=aiohttp.ClientTimeout(timeout)) as r:
+                return await r.text() if r.status == 200 else ""
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
+            return ""
+
 
 async def _read_stream(response: aiohttp.ClientResponse, reply: Reply) -> None:
     """Fill ``reply`` from a ``/generate`` stream."""

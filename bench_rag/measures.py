@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .client import Reply
+from .noise import half_width
 
 PERCENTILES = (50, 99)
 
@@ -56,10 +57,12 @@ def steady_decode(replies: Sequence[Reply]) -> tuple[float, float] | None:
     return tokens / (closes - opens), closes - opens
 
 
-def measure(replies: Sequence[Reply], *, steady: bool = False) -> dict[str, Any]:
+def measure(replies: Sequence[Reply], *, steady: bool = False, ttft_limit: float | None = None) -> dict[str, Any]:
     """All figures of one run. Failed requests are counted, and left out of every other figure.
 
     ``steady`` adds the steady decode throughput, which only means something when all requests start together.
+    ``ttft_limit`` (seconds) adds the goodput, requests per second whose first token came in time, and
+    ``in_time``, their share of all requests, failed ones included.
     """
     good = [r for r in replies if r.ok]
     figures: dict[str, Any] = {
@@ -90,6 +93,10 @@ def measure(replies: Sequence[Reply], *, steady: bool = False) -> dict[str, Any]
             tiers[tier] = tiers.get(tier, 0) + tokens
     if tiers:
         figures["cached_tokens_by_tier"] = tiers
+        figures |= {f"hit_rate_{tier}": tokens / prompt for tier, tokens in tiers.items()}
+    if ttft_limit is not None:
+        in_time = sum(ttft(r) <= ttft_limit for r in good)
+        figures |= {"goodput": in_time / seconds, "in_time": in_time / len(replies)}
     per_token = [t for r in good if (t := tpot(r)) is not None]
     figures |= _spread("ttft_ms", [ttft(r) for r in good])
     figures |= _spread("tpot_ms", per_token)
@@ -122,7 +129,10 @@ def equal_outputs(replies: Sequence[Reply], reference: Sequence[Reply]) -> float
 
 
 def average(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Mean over runs (seeds) of every numeric figure; from two runs on also ``<name>_sd``, the sample deviation."""
+    """Mean over runs (seeds) of every numeric figure; from two runs on also its spread.
+
+    ``<name>_sd`` is the sample deviation, ``<name>_ci95`` half of the 95% interval of the mean.
+    """
     summary: dict[str, Any] = {"runs": len(runs)}
     for name in dict.fromkeys(k for run in runs for k in run):
         values = [run[name] for run in runs if isinstance(run.get(name), (int, float))]
@@ -131,4 +141,5 @@ def average(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         summary[name] = float(np.mean(values))
         if len(values) > 1:
             summary[f"{name}_sd"] = float(np.std(values, ddof=1))
+            summary[f"{name}_ci95"] = half_width(values)
     return summary

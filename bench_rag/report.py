@@ -15,6 +15,7 @@ from tabulate import tabulate
 from . import __version__, measures
 from .client import Reply
 from .hosts import gpu_name
+from .noise import Difference, compare
 from .runner import Results, Run
 from .settings import Settings
 from .workloads import Burst, Workload, describe
@@ -42,6 +43,17 @@ _COMMON = (
 )
 _PREFIX = (_Column("hits\n%", "hit_rate", 100, 1), *_COMMON)
 _BURST = (_Column("steady\ntok/s", "steady_throughput", 1, 1), *_COMMON)
+# Only shown where some arm has the figure (and, for tiers, where something came from it).
+_OPTIONAL = (
+    _Column("good\nreq/s", "goodput", 1, 2),
+    _Column("in time\n%", "in_time", 100, 1),
+    _Column("state pool\nmax %", "state_pool_max", 100, 0),
+)
+_TIERS = (
+    _Column("hits %\ndevice", "hit_rate_device", 100, 1),
+    _Column("\nhost", "hit_rate_host", 100, 1),
+    _Column("\nstorage", "hit_rate_storage", 100, 1),
+)
 _EQUAL = _Column("same\nout %", "equal_outputs", 100, 1)
 
 
@@ -62,7 +74,7 @@ def table(settings: Settings, results: Results, workload: Workload, fmt: str = "
 
     ``same out`` compares greedy answers with the first arm's, whose own cell says ``ref``.
     """
-    columns = [*(_BURST if isinstance(workload, Burst) else _PREFIX), *([_EQUAL] if len(settings.arms) > 1 else [])]
+    columns = _columns(settings, results, workload)
     rows = []
     for arm in settings.arms:
         summary = summarise(results, arm.name, workload.label)
@@ -75,6 +87,40 @@ def table(settings: Settings, results: Results, workload: Workload, fmt: str = "
         titles = _one_line(titles)
     alignment = ("left", *["right"] * (len(titles) - 1))
     return tabulate(rows, titles, tablefmt=fmt, colalign=alignment, disable_numparse=True)
+
+
+def _columns(settings: Settings, results: Results, workload: Workload) -> list[_Column]:
+    """The columns that have something to show."""
+    found = [summarise(results, arm.name, workload.label) for arm in settings.arms]
+    columns = list(_BURST if isinstance(workload, Burst) else _PREFIX)
+    columns += [c for c in _OPTIONAL if any(c.figure in summary for summary in found)]
+    if any(summary.get(c.figure) for summary in found for c in _TIERS[1:]):
+        columns += _TIERS
+    return columns + ([_EQUAL] if len(settings.arms) > 1 else [])
+
+
+def differences(settings: Settings, results: Results, workload: Workload) -> dict[str, list[Difference]]:
+    """By arm, its differences from the first arm, seed by seed; without the first arm and arms not measured."""
+    figures = {
+        arm.name: {r.seed: r.figures for r in results.runs if r.arm == arm.name and r.workload == workload.label}
+        for arm in settings.arms
+    }
+    reference, *others = figures
+    found = {name: compare(figures[name], figures[reference]) for name in others}
+    return {name: listed for name, listed in found.items() if listed}
+
+
+def difference_table(settings: Settings, results: Results, workload: Workload, fmt: str = "simple") -> str:
+    """One row per arm and figure: the difference from the first arm and whether it is noise; may be empty."""
+    rows = [
+        [name, d.figure.title, d.text(), d.verdict]
+        for name, listed in differences(settings, results, workload).items()
+        for d in listed
+    ]
+    if not rows:
+        return ""
+    titles = ["arm", "figure", f"against {settings.arms[0].name}", "reading"]
+    return tabulate(rows, titles, tablefmt=fmt, colalign=("left", "left", "right", "left"), disable_numparse=True)
 
 
 def _one_line(titles: Sequence[str]) -> list[str]:
@@ -111,6 +157,8 @@ def terminal(settings: Settings, results: Results) -> str:
     parts = []
     for workload in settings.workloads:
         parts += [title(settings, results, workload), table(settings, results, workload), ""]
+        if len(settings.seeds) > 1 and (compared := difference_table(settings, results, workload)):
+            parts += [compared, ""]
     return "\n".join(parts).rstrip()
 
 
@@ -123,6 +171,8 @@ def markdown(settings: Settings, results: Results, plot: str | None = None, clos
     for workload in settings.workloads:
         lines += [f"## {workload.label}", "", title(settings, results, workload), ""]
         lines += [table(settings, results, workload, "github"), ""]
+        if compared := difference_table(settings, results, workload, "github"):
+            lines += [compared, ""]
     if closing:
         lines += [closing, ""]
     if plot:
@@ -170,8 +220,19 @@ def _method(settings: Settings) -> list[str]:
         "- TPOT is per request, after the first event; ITL is per token. Percentiles interpolate linearly.",
         "- Same out: share of greedy answers whose token ids all equal the first arm's. Batches form differently in "
         "every run and rounding follows them, so two runs of one arm need not reach 100% (name an arm twice to see).",
+        "- ± in the table of arms is the sample standard deviation over seeds. Differences are taken seed by seed, "
+        "with Student's 95% interval of their mean; one that includes 0 is within noise. Of twenty figures that do not "
+        "differ, one leaves its interval by chance.",
+        *_goodput_method(settings),
         "- Steady tok/s counts tokens between the last request's first token and the first request's last.",
     ]
+
+
+def _goodput_method(settings: Settings) -> list[str]:
+    if settings.ttft_limit is None:
+        return []
+    limit = f"{1e3 * settings.ttft_limit:g} ms"
+    return [f"- Goodput counts requests whose first token came within {limit}; in time is their share of all requests."]
 
 
 def as_json(settings: Settings, results: Results, closing: str = "") -> dict[str, Any]:
@@ -184,6 +245,7 @@ def as_json(settings: Settings, results: Results, closing: str = "") -> dict[str
         "order": settings.order,
         "warmup": settings.warmup,
         "flushed": settings.flush,
+        "ttft_limit_ms": None if settings.ttft_limit is None else 1e3 * settings.ttft_limit,
         "seeds": list(settings.seeds),
         "token_ids": [settings.vocab.low, settings.vocab.high],
         "workloads": [
@@ -202,7 +264,14 @@ def as_json(settings: Settings, results: Results, closing: str = "") -> dict[str
             for arm in settings.arms
         ],
         "runs": [
-            {"arm": r.arm, "workload": r.workload, "seed": r.seed, "figures": r.figures, "server": r.server}
+            {
+                "arm": r.arm,
+                "workload": r.workload,
+                "seed": r.seed,
+                "figures": r.figures,
+                "server": r.server,
+                "samples": _samples(r),
+            }
             for r in results.runs
         ],
         "summary": [
@@ -210,6 +279,22 @@ def as_json(settings: Settings, results: Results, closing: str = "") -> dict[str
             for w in settings.workloads
             for arm in settings.arms
             if (summary := summarise(results, arm.name, w.label))
+        ],
+        "differences": [
+            {
+                "arm": name,
+                "against": settings.arms[0].name,
+                "workload": w.label,
+                "figure": d.figure.name,
+                "relative": d.figure.relative,
+                "mean": d.mean,
+                "half_width_95": d.half_width,
+                "seeds": d.seeds,
+                "reading": d.verdict,
+            }
+            for w in settings.workloads
+            for name, listed in differences(settings, results, w).items()
+            for d in listed
         ],
         "failures": [{"arm": f.arm, "sentence": f.sentence, "detail": f.detail} for f in results.failures],
         "complete": results.complete,
@@ -224,6 +309,12 @@ def write(settings: Settings, results: Results, closing: str = "", plot: str | N
     _replace(settings.out / "report.md", markdown(settings, results, plot, closing))
     lines = [json.dumps(_request(run, reply)) for run in results.runs for reply in run.replies]
     _replace(settings.out / "requests.jsonl", "".join(line + "\n" for line in lines))
+
+
+def _samples(run: Run) -> list[dict[str, float]]:
+    """Pool samples with ``at`` in seconds from the run's first request."""
+    began = min((r.sent for r in run.replies), default=0.0)
+    return [{**s, "at": round(s["at"] - began, 3)} for s in run.samples]
 
 
 def _request(run: Run, reply: Reply) -> dict[str, Any]:

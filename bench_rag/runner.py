@@ -16,6 +16,7 @@ from .client import Client, Reply
 from .driver import drive
 from .errors import BenchError
 from .lineup import Lineup
+from .metrics import Sample, occupancy, sampled
 from .progress import Progress
 from .server import Server
 from .settings import Settings, Visit, visits
@@ -41,7 +42,10 @@ _WARMUP_SEED = 1_000_003  # warm-up prompts share nothing with measured ones
 
 @dataclass
 class Run:
-    """One measured run: one arm, one workload, one seed. ``server``: what the server said about itself."""
+    """One measured run: one arm, one workload, one seed.
+
+    ``server``: what the server said about itself. ``samples``: its pools over time (see :mod:`bench_rag.metrics`).
+    """
 
     arm: str
     workload: str
@@ -49,6 +53,7 @@ class Run:
     figures: dict[str, Any]
     server: dict[str, Any]
     replies: list[Reply] = field(repr=False, default_factory=list)
+    samples: list[Sample] = field(repr=False, default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -141,10 +146,11 @@ class Benchmark:
                 await self._warm_up(client, workload, server, progress)
                 for seed in visit.seeds:
                     name = f"{arm.name} {workload.label} seed {seed}"
-                    replies = await self._one_run(client, workload, seed, name, progress)
+                    replies, samples = await self._one_run(client, workload, seed, name, progress)
                     await _check_replies(replies, name, server)
-                    figures = measures.measure(replies, steady=isinstance(workload, Burst))
-                    self.results.runs.append(Run(arm.name, workload.label, seed, figures, facts, replies))
+                    figures = measures.measure(replies, steady=isinstance(workload, Burst), ttft_limit=s.ttft_limit)
+                    figures |= occupancy(samples)
+                    self.results.runs.append(Run(arm.name, workload.label, seed, figures, facts, replies, samples))
                     self._compare_outputs()
                     self._on_run(self.results)
                     progress.end()
@@ -160,13 +166,15 @@ class Benchmark:
 
     async def _one_run(
         self, client: Client, workload: Workload, seed: int, name: str, progress: Progress
-    ) -> list[Reply]:
+    ) -> tuple[list[Reply], list[Sample]]:
         plan = workload.plan(seed, self.settings.vocab)
         if self.settings.flush:
             await client.flush()
         progress.phase(name)
         progress.begin(name, plan.requests)
-        return await drive(client, plan, progress.reply)
+        async with sampled(client) as samples:
+            replies = await drive(client, plan, progress.reply)
+        return replies, samples
 
     def _compare_outputs(self) -> None:
         """Give every run of the later arms the share of outputs that equal the first arm's."""

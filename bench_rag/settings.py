@@ -16,7 +16,8 @@ class Settings:
     """``out``: folder for reports and server logs. Times are in seconds.
 
     ``order`` is ``interleaved`` or ``grouped`` (see :func:`visits`), ``warmup`` is ``full``, ``light`` or ``none``.
-    ``deadline``: seconds from the beginning after which no further server is started.
+    ``deadline``: seconds from the beginning after which no further server is started. ``ttft_limit``: seconds within
+    which a first token is in time, None for no goodput.
     With ``url`` a running server is measured, and ``model``, ``profile``, ``server_args``, ``server_env``,
     ``overlap_starts`` and ``start_timeout`` play no part.
     """
@@ -38,6 +39,7 @@ class Settings:
     start_timeout: float = 900.0
     request_timeout: float = 600.0
     deadline: float = float("inf")
+    ttft_limit: float | None = None
     quiet: bool = False
 
 

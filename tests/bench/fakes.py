@@ -18,8 +18,9 @@ class FakeSglang:
     """Answers ``/generate`` like SGLang, one event per entry of ``events`` (seconds to wait, tokens it brings).
 
     ``cached``: prefix tokens to report per request, in order of arrival, then 0. ``incremental``: send only new ids per
-    event. Output token i of a prompt is ``sum(prompt) + i``, so the client's ids can be checked. ``most_in_flight``
-    and ``prompts`` record what the client did.
+    event. ``metrics``: pages to show in turn, the last one from then on; empty for a server that has none. Output
+    token i of a prompt is ``sum(prompt) + i``, so the client's ids can be checked. ``most_in_flight``, ``prompts`` and
+    ``metrics_asked`` record what the client did.
     """
 
     events: list[tuple[float, int]]
@@ -32,6 +33,8 @@ class FakeSglang:
     in_flight: int = 0
     port: int = 0
     info: dict[str, Any] = field(default_factory=dict)
+    metrics: list[str] = field(default_factory=list)
+    metrics_asked: int = 0
 
     async def __aenter__(self) -> str:
         app = web.Application()
@@ -39,6 +42,7 @@ class FakeSglang:
         app.router.add_get("/health", self._health)
         app.router.add_post("/flush_cache", self._flush)
         app.router.add_get("/server_info", self._info)
+        app.router.add_get("/metrics", self._metrics)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
@@ -97,6 +101,12 @@ class FakeSglang:
         self.flushes += 1
         return web.Response()
 
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self.metrics_asked += 1
+        if not self.metrics:
+            return web.Response(status=404)
+        return web.Response(text=self.metrics[min(self.metrics_asked, len(self.metrics)) - 1])
+
     async def _info(self, request: web.Request) -> web.Response:
         state = {"effective_max_running_requests_per_dp": 4}
         return web.json_response({"version": "fake", "internal_states": [state], "page_size": 1, **self.info})
@@ -117,6 +127,7 @@ def main() -> None:
     parser.add_argument("--refuse", action="store_true")
     parser.add_argument("--enable-linear-replayssm", action="store_true")
     parser.add_argument("--no-plugin", action="store_true")
+    parser.add_argument("--enable-metrics", action="store_true")
     options, _ = parser.parse_known_args()
     if options.die:
         print("ValueError: these arguments do not go together", flush=True)
@@ -137,7 +148,8 @@ def main() -> None:
             "launch_command": " ".join(sys.argv),
             "enable_linear_replayssm": options.enable_linear_replayssm and options.no_plugin,
         }
-        fake = Fake(events=[(0.01, 1)] * 64, fail_with=refusal, port=options.port, info=info)
+        pages = [f"sglang:mamba_usage {share}\n" for share in (0.25, 0.5)] if options.enable_metrics else []
+        fake = Fake(events=[(0.01, 1)] * 64, fail_with=refusal, port=options.port, info=info, metrics=pages)
         async with fake:
             await asyncio.Event().wait()
 

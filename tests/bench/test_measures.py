@@ -58,7 +58,16 @@ def test_nothing_but_failures():
 def test_hits_by_tier_add_up():
     a, b = reply(0, 0.0, [(1.0, 1)], cached=7), reply(1, 0.0, [(1.0, 1)], cached=5)
     a.cached_by_tier, b.cached_by_tier = {"device": 3, "host": 4}, {"device": 5}
-    assert measures.measure([a, b])["cached_tokens_by_tier"] == {"device": 8, "host": 4}
+    figures = measures.measure([a, b])
+    assert figures["cached_tokens_by_tier"] == {"device": 8, "host": 4}
+    assert (figures["hit_rate_device"], figures["hit_rate_host"]) == (8 / 20, 4 / 20)
+
+
+def test_goodput_counts_first_tokens_in_time():
+    replies = [reply(i, 0.0, [(first, 1), (4.0, 2)]) for i, first in enumerate((0.5, 1.0, 1.5, 3.0))]
+    figures = measures.measure([*replies, reply(4, 0.0, [], error="gone")], ttft_limit=1.0)
+    assert figures["goodput"] == pytest.approx(2 / 4.0) and figures["in_time"] == pytest.approx(2 / 5)
+    assert "goodput" not in measures.measure(replies)
 
 
 def test_one_event_has_no_time_per_token():
@@ -99,5 +108,6 @@ def test_average_over_seeds():
     summary = measures.average([{"hit_rate": 0.8, "first_error": ""}, {"hit_rate": 0.9, "steady": 3}])
     assert summary["runs"] == 2 and summary["hit_rate"] == pytest.approx(0.85)
     assert summary["hit_rate_sd"] == pytest.approx(np.std([0.8, 0.9], ddof=1))
+    assert summary["hit_rate_ci95"] == pytest.approx(12.706 * 0.05, rel=1e-4)  # Student's t at one degree of freedom
     assert summary["steady"] == 3 and "steady_sd" not in summary and "first_error" not in summary
     assert "hit_rate_sd" not in measures.average([{"hit_rate": 0.8}])

@@ -66,6 +66,34 @@ def test_several_seeds_show_their_spread():
     assert "72.0 ± 2.8" in line  # mean and sample deviation of 70 and 74
 
 
+def test_report_says_what_is_within_noise():
+    found = results()
+    for seed in (1, 2, 3):
+        found.runs += [
+            Run("plain", "gsp", seed, figures(0.70 + 0.01 * seed, 100.0 + seed), {}),
+            Run("plugin", "gsp", seed, figures(0.90 + 0.01 * seed, 100.0 + (-3, 1, 4)[seed - 1]), {}),
+        ]
+    given = settings("plain", "plugin", seeds=(1, 2, 3))
+    rows = [re.split(" {2,}", line.strip()) for line in report.difference_table(given, found, WORKLOAD).splitlines()]
+    assert rows[0] == ["arm", "figure", "against plain", "reading"]
+    assert ["plugin", "hit rate", "+20.0 points ± 0.0", "better"] in rows
+    # Differences -4, -1 and 1 ms of 102: mean -1.33, deviation 2.52, t(2) = 4.30.
+    assert ["plugin", "TTFT mean", "-1.3% ± 6.1", "within noise"] in rows
+    assert "within noise" in report.terminal(given, found) and "within noise" in report.markdown(given, found)
+    readings = {d["figure"]: d["reading"] for d in report.as_json(given, found)["differences"]}
+    assert readings["hit_rate"] == "better" and readings["ttft_ms_mean"] == "within noise"
+
+
+def test_columns_appear_with_their_figures():
+    plain = results(plain=figures(0.8, hit_rate_device=0.8, hit_rate_host=0.0))
+    assert "host" not in report.table(settings("plain"), plain, WORKLOAD)
+    rich = results(plain=figures(0.8, hit_rate_device=0.5, hit_rate_host=0.3, goodput=1.5, state_pool_max=0.61))
+    lines = report.table(settings("plain"), rich, WORKLOAD, "github").splitlines()
+    row = dict(zip(*([c.strip() for c in line.strip("|").split("|")] for line in (lines[0], lines[2])), strict=True))
+    assert (row["hits % device"], row["hits % host"], row["hits % storage"]) == ("50.0", "30.0", "-")
+    assert (row["good req/s"], row["state pool max %"]) == ("1.50", "61")
+
+
 def test_one_line_titles_repeat_their_group():
     assert report._one_line(["arm", "TTFT ms\nmean", "\np50", "tok/s\nout"]) == [
         "arm",

@@ -155,6 +155,17 @@ def test_several_workloads_on_one_server(bench, tmp_path, capsys):
     assert "at most 4 requests at once, fewer than burst-8" in capsys.readouterr().err
 
 
+def test_goodput_and_pools_over_time(bench, capsys):
+    status, out = bench("--arms", "good,better", "--ttft-slo", "30000", "--server-args", "--enable-metrics")
+    assert status == 0
+    data = json.loads((out / "results.json").read_text())
+    figures = data["runs"][0]["figures"]
+    assert figures["in_time"] == 1.0 and figures["goodput"] == figures["request_throughput"]
+    assert data["ttft_limit_ms"] == 30000 and figures["state_pool_max"] == data["runs"][0]["samples"][0]["state_pool"]
+    assert "state pool" in capsys.readouterr().out and "within 30000 ms" in (out / "report.md").read_text()
+    assert [d["reading"] for d in data["differences"]][0] == "one seed"
+
+
 def test_real_text_and_agents_on_one_server(bench, tmp_path, capsys):
     (tmp_path / "corpus").mkdir()
     for word in ("apple", "banana", "cherry", "damson"):
@@ -246,6 +257,7 @@ def test_rounds_rotate_so_that_no_arm_is_always_first():
         (["--model", "m", "--batch", "3"], "--batch has no meaning for gsp"),
         (["--model", "m", "--request-rate", "0"], "request-rate must be above 0"),
         (["--model", "m", "--workload", "rag", "--corpus", "/nowhere"], "the corpus /nowhere is not a folder"),
+        (["--model", "m", "--ttft-slo", "0"], "--ttft-slo is a time above 0 ms, got 0"),
         (["--model", "m", "--groups", "0"], "groups must be at least 1"),
         pytest.param(["--model", "m", "--config", "/nowhere.toml"], "cannot read /nowhere.toml", marks=needs_toml),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-_NEEDED = ("aiohttp", "numpy", "scipy", "tabulate", "tqdm")
+_NEEDED = ("aiohttp", "jinja2", "numpy", "scipy", "tabulate", "tqdm")
 
 
 def main() -> int:

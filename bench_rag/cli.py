@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import demo, report
+from . import demo, html, report
 from .arms import BUILT_IN, DEFAULT_ARMS, Arm, load_config, select, split_args
 from .errors import BenchError
 from .hosts import host_profile, vocab_of
@@ -290,8 +290,9 @@ def _finish(settings: Settings, results: Results, is_demo: bool) -> int:
     if results.runs:
         picture = plot(settings, results, settings.out / "report.png")
         report.write(settings, results, closing, picture.name)
+        (settings.out / "report.html").write_text(html.page(settings, results, closing), encoding="utf-8")
         print(report.terminal(settings, results))
-        print(f"\nwritten to {settings.out}: report.md, report.png, results.json, requests.jsonl")
+        print(f"\nwritten to {settings.out}: report.html, report.md, report.png, results.json, requests.jsonl")
     for failure in results.failures:
         print(f"bench_rag: {failure.arm} failed: {failure.sentence}", file=sys.stderr)
     failed = sum(run.figures.get("failed", 0) for run in results.runs)

@@ -7,7 +7,7 @@ intervals are Student's t at 95% over the seeds; with two seeds they are wide, a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,10 +77,16 @@ class Difference:
         return f"{100 * self.mean:+.1f}{'%' if self.figure.relative else ' points'}{spread}"
 
 
-def compare(arm: Mapping[int, Mapping[str, float]], reference: Mapping[int, Mapping[str, float]]) -> list[Difference]:
-    """Differences of every compared figure that both sides have, from figures by seed."""
+def compare(
+    arm: Mapping[int, Mapping[str, float]],
+    reference: Mapping[int, Mapping[str, float]],
+    without: Collection[str] = (),
+) -> list[Difference]:
+    """Differences of every figure that both sides have, from figures by seed; ``without``: figures to leave out."""
     found = []
     for figure in COMPARED:
+        if figure.name in without:
+            continue
         pairs = [
             (arm[seed][figure.name], reference[seed][figure.name])
             for seed in arm

@@ -56,7 +56,7 @@ _FAMILIES = {"plain": "#7f8fa6", "intree": "#d98a3d", "plugin": "#2a7f62"}
 _OTHERS = ("#8e6c8a", "#5b8db8", "#b05f6d", "#9a8f4f", "#4f9a94")
 
 
-def _style(settings: Settings) -> list[dict[str, Any]]:
+def styles(settings: Settings) -> list[dict[str, Any]]:
     """Bar colours and hatches, one per arm."""
     styles, others = [], iter(_OTHERS * len(settings.arms))
     for arm in settings.arms:
@@ -86,7 +86,7 @@ def _bars(
 ) -> None:
     """One bar per arm; a line shows the standard deviation over seeds."""
     top = factor * max((summarise(results, a.name, workload.label).get(name, 0.0) for a in settings.arms), default=0.0)
-    for x, (arm, style) in enumerate(zip(settings.arms, _style(settings), strict=True)):
+    for x, (arm, style) in enumerate(zip(settings.arms, styles(settings), strict=True)):
         summary = summarise(results, arm.name, workload.label)
         if name not in summary:
             axis.text(x, 0, "not measured", ha="center", va="bottom", fontsize=8, rotation=90)
@@ -107,7 +107,7 @@ def _bars(
 
 def _latency(axis: Axes, settings: Settings, results: Results, workload: Workload, name: str, label: str) -> None:
     """Mean as a bar, median and 99th percentile as marks."""
-    for x, (arm, style) in enumerate(zip(settings.arms, _style(settings), strict=True)):
+    for x, (arm, style) in enumerate(zip(settings.arms, styles(settings), strict=True)):
         summary = summarise(results, arm.name, workload.label)
         if f"{name}_mean" not in summary:
             continue

@@ -106,21 +106,28 @@ def differences(settings: Settings, results: Results, workload: Workload) -> dic
         for arm in settings.arms
     }
     reference, *others = figures
-    found = {name: compare(figures[name], figures[reference]) for name in others}
+    unshared = ("hit_rate",) if isinstance(workload, Burst) else ()  # a burst has nothing to hit
+    found = {name: compare(figures[name], figures[reference], unshared) for name in others}
     return {name: listed for name, listed in found.items() if listed}
 
 
+def difference_rows(settings: Settings, results: Results, workload: Workload) -> tuple[list[str], list[list[str]]]:
+    """Titles and one row per figure: each other arm's difference from the first, and whether it is noise."""
+    found = differences(settings, results, workload)
+    by_figure: dict[str, dict[str, str]] = {}
+    for name, listed in found.items():
+        for d in listed:
+            by_figure.setdefault(d.figure.title, {})[name] = f"{d.text()}, {d.verdict}"
+    rows = [[title, *(cells.get(name, "-") for name in found)] for title, cells in by_figure.items()]
+    return [f"against {settings.arms[0].name}", *found], rows
+
+
 def difference_table(settings: Settings, results: Results, workload: Workload, fmt: str = "simple") -> str:
-    """One row per arm and figure: the difference from the first arm and whether it is noise; may be empty."""
-    rows = [
-        [name, d.figure.title, d.text(), d.verdict]
-        for name, listed in differences(settings, results, workload).items()
-        for d in listed
-    ]
+    """:func:`difference_rows` in tabulate's format ``fmt``; empty where there is nothing to compare."""
+    titles, rows = difference_rows(settings, results, workload)
     if not rows:
         return ""
-    titles = ["arm", "figure", f"against {settings.arms[0].name}", "reading"]
-    return tabulate(rows, titles, tablefmt=fmt, colalign=("left", "left", "right", "left"), disable_numparse=True)
+    return tabulate(rows, titles, tablefmt=fmt, colalign=["left"] * len(titles), disable_numparse=True)
 
 
 def _one_line(titles: Sequence[str]) -> list[str]:
@@ -164,8 +171,8 @@ def terminal(settings: Settings, results: Results) -> str:
 
 def markdown(settings: Settings, results: Results, plot: str | None = None, closing: str = "") -> str:
     """The report as one Markdown page; ``plot`` is the file name of a picture beside it."""
-    about = _about(settings)
-    lines = ["# bench_rag", "", f"{about['created']}, {about['machine']}, Python {about['python']}", ""]
+    made = about(settings)
+    lines = ["# bench_rag", "", f"{made['created']}, {made['machine']}, Python {made['python']}", ""]
     if settings.url is None:
         lines += [f"Model: `{Path(settings.model).name}`, host profile `{settings.profile.name}`", ""]
     for workload in settings.workloads:
@@ -178,14 +185,19 @@ def markdown(settings: Settings, results: Results, plot: str | None = None, clos
     if plot:
         lines += [f"![hit rate and time to first token per arm]({plot})", ""]
     lines += ["## Arms", ""]
-    lines += [tabulate(_arm_rows(settings, results), _ARM_HEADERS, tablefmt="github", disable_numparse=True), ""]
+    lines += [arms_table(settings, results, "github"), ""]
     for failure in results.failures:
         lines += [f"`{failure.arm}` failed: {failure.sentence}", "", "```", failure.detail, "```", ""]
-    lines += ["## Method", "", *_method(settings), ""]
+    lines += ["## Method", "", *method(settings), ""]
     return "\n".join(lines)
 
 
 _ARM_HEADERS = ("arm", "what it is", "SGLang", "cache strategy", "overlap", "replay", "start s")
+
+
+def arms_table(settings: Settings, results: Results, fmt: str) -> str:
+    """What each arm's server said it ran, in tabulate's format ``fmt``."""
+    return tabulate(_arm_rows(settings, results), _ARM_HEADERS, tablefmt=fmt, disable_numparse=True)
 
 
 def _arm_rows(settings: Settings, results: Results) -> list[list[str]]:
@@ -209,7 +221,8 @@ def _arm_rows(settings: Settings, results: Results) -> list[list[str]]:
     return rows
 
 
-def _method(settings: Settings) -> list[str]:
+def method(settings: Settings) -> list[str]:
+    """How the figures came about, a Markdown list item each."""
     flush = "The prefix cache is flushed before every run." if settings.flush else "Not flushed."
     return [
         f"- Arms are run {settings.order} over the seeds; warm-up: {settings.warmup}. {flush}",
@@ -238,7 +251,7 @@ def _goodput_method(settings: Settings) -> list[str]:
 def as_json(settings: Settings, results: Results, closing: str = "") -> dict[str, Any]:
     """Everything measured, with what is needed to repeat it."""
     return {
-        **_about(settings),
+        **about(settings),
         "model": settings.model,
         "url": settings.url,
         "host_profile": settings.profile.name,
@@ -344,7 +357,8 @@ def _replace(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _about(settings: Settings) -> dict[str, Any]:
+def about(settings: Settings) -> dict[str, Any]:
+    """When, where and by which version a report was made."""
     gpu = gpu_name()
     return {
         "bench_rag": __version__,

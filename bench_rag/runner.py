@@ -11,7 +11,7 @@ from typing import Any
 
 from . import measures
 from .arms import REPLAY_FLAG, Arm
-from .ceiling import ceiling
+from .ceiling import ceilings, share
 from .client import Client, Reply
 from .driver import drive
 from .errors import BenchError
@@ -69,12 +69,14 @@ class Failure:
 class Results:
     """Everything a report needs.
 
-    ``ceilings``: hit rate of an infinite cache by workload and seed. ``facts``: of the first seed's plan, by workload.
+    ``ceilings``: hit rate of an infinite cache by workload and seed; ``request_ceilings``: the same request by request,
+    see :func:`bench_rag.ceiling.ceilings`. ``facts``: of the first seed's plan, by workload.
     """
 
     runs: list[Run] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     ceilings: dict[str, dict[int, float]] = field(default_factory=dict)
+    request_ceilings: dict[tuple[str, int], dict[tuple[int, int], tuple[int, int]]] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     commands: dict[str, list[str]] = field(default_factory=dict)
 
@@ -95,7 +97,9 @@ class Benchmark:
             limits = self.results.ceilings.setdefault(workload.label, {})
             for seed in settings.seeds:
                 plan = workload.plan(seed, settings.vocab)
-                limits[seed] = ceiling(plan)
+                by_request = ceilings(plan)
+                limits[seed] = share(by_request.values())
+                self.results.request_ceilings[workload.label, seed] = by_request
                 self.results.facts.setdefault(workload.label, plan.facts)
 
     def run(self) -> Results:

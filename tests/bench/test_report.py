@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
-from bench_rag import demo, report
-from bench_rag.arms import BUILT_IN, select
+from bench_rag import charts, demo, html, report
+from bench_rag.arms import BUILT_IN, Arm, select
+from bench_rag.client import Reply
 from bench_rag.plot import plot
-from bench_rag.runner import Failure, Results, Run
+from bench_rag.runner import Benchmark, Failure, Results, Run
 from bench_rag.settings import Settings
 from bench_rag.workloads import Burst, SharedPrefix, Vocab
 
@@ -75,10 +78,10 @@ def test_report_says_what_is_within_noise():
         ]
     given = settings("plain", "plugin", seeds=(1, 2, 3))
     rows = [re.split(" {2,}", line.strip()) for line in report.difference_table(given, found, WORKLOAD).splitlines()]
-    assert rows[0] == ["arm", "figure", "against plain", "reading"]
-    assert ["plugin", "hit rate", "+20.0 points ± 0.0", "better"] in rows
+    assert rows[0] == ["against plain", "plugin"]
+    assert ["hit rate", "+20.0 points ± 0.0, better"] in rows
     # Differences -4, -1 and 1 ms of 102: mean -1.33, deviation 2.52, t(2) = 4.30.
-    assert ["plugin", "TTFT mean", "-1.3% ± 6.1", "within noise"] in rows
+    assert ["TTFT mean", "-1.3% ± 6.1, within noise"] in rows
     assert "within noise" in report.terminal(given, found) and "within noise" in report.markdown(given, found)
     readings = {d["figure"]: d["reading"] for d in report.as_json(given, found)["differences"]}
     assert readings["hit_rate"] == "better" and readings["ttft_ms_mean"] == "within noise"
@@ -123,6 +126,68 @@ def test_plot_draws_what_there_is(tmp_path, workload):
     path = plot(settings("plain", "intree", workloads=(workload,)), found, tmp_path / "a" / "plot.png")
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG") and len(data) > 5000
+
+
+def replies(first_tokens: list[float], cached: int) -> list[Reply]:
+    return [
+        Reply(i, 0, float(i), 0.0, i + t + 1, [(i + t, 1), (i + t + 1, 2)], 10, cached, {}, [1, 2])
+        for i, t in enumerate(first_tokens)
+    ]
+
+
+def html_results(settings_: Settings) -> Results:
+    found = Benchmark(settings_).results
+    for arm, cached in (("plain", 8), ("<b>plugin</b>", 4)):
+        for workload in settings_.workloads:
+            answers = replies([0.1, 0.2, 0.4, 0.8], cached)
+            samples = [{"at": 0.5, "state_pool": 0.25}, {"at": 1.5, "state_pool": 0.5}]
+            made = figures(cached / 10, steady_throughput=50.0)
+            found.runs.append(Run(arm, workload.label, 1, made, {}, answers, samples))
+    found.failures = [Failure("intree", "ended <early>", "ValueError: <x>")]
+    return found
+
+
+def test_html_page_is_whole_and_escaped():
+    arms = [BUILT_IN["plain"], Arm("<b>plugin</b>", "<i>")]
+    given = Settings(arms, [WORKLOAD, Burst(batch=2), Burst(batch=4)], [1], Path("o"), Vocab(), model="folder/model")
+    text = html.page(given, html_results(given), "It shows <this>.")
+    tree = ElementTree.fromstring(re.sub(r"<(meta|img)([^>]*)>", r"<\1\2/>", text.partition("\n")[2]))
+    pictures = [i.get("src") for i in tree.iter("img")]
+    # Two charts of requests and one of pools for gsp, one and one for each burst, and throughput against batch.
+    assert len(pictures) == 3 + 2 + 2 + 1
+    assert all(p.startswith("data:image/svg+xml;base64,") for p in pictures) and "http" not in re.sub(
+        'data:[^"]+', "", text
+    )
+    said = " ".join(tree.itertext())
+    for part in ("80.0%", "<b>plugin</b>", "ended <early>", "ValueError: <x>", "It shows <this>.", "one seed"):
+        assert part in said
+    assert "folder" not in said
+
+
+def svg_paths(text: str, colour: str) -> list[np.ndarray]:
+    """The points of every line of that colour in an SVG."""
+    found = []
+    for path in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}path"):
+        if f"stroke: {colour}" in path.get("style", "") and path.get("clip-path"):
+            found.append(np.array([[float(v) for v in xy] for xy in re.findall(r"[ML] (\S+) (\S+)", path.get("d"))]))
+    return found
+
+
+def test_charts_draw_the_requests():
+    given = settings("plain")
+    found = Benchmark(given).results
+    found.runs = [Run("plain", "gsp", 1, figures(0.5), {}, replies([0.1, 0.2, 0.4, 0.8], 5))]
+    (steps,) = svg_paths(charts.first_tokens(given, found, WORKLOAD), "#7f8fa6")
+    widths = np.diff(sorted(set(steps[:, 0])))
+    assert len(widths) == 3 and np.ptp(widths) < 0.01  # doubling times are equal steps on a log axis
+    picture = charts.hits_over_time(given, found, WORKLOAD)
+    (hits,) = svg_paths(picture, "#7f8fa6")
+    (limit,) = svg_paths(picture, "#737373")
+    assert np.ptp(hits[:, 1]) < 0.01 and len(hits) == 4  # half of every prompt was cached
+    # SVG counts from the top: the infinite cache starts at nothing and ends above the run only if its share is larger.
+    assert limit[0, 1] > hits[0, 1]
+    assert (limit[-1, 1] < hits[-1, 1]) == (report.mean_ceiling(found, "gsp") > 0.5)
+    assert charts.pool_over_time(given, found, WORKLOAD) == "" and charts.throughput_by_batch(given, found) == ""
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def test_everything_is_measured_reported_and_reaped(bench, tmp_path, capsys):
     requests = [json.loads(line) for line in (out / "requests.jsonl").read_text().splitlines()]
     assert len(requests) == 4 * 4 and all(r["ttft_ms"] > 0 and r["prompt_tokens"] == 24 for r in requests)
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert "75.0%" in (out / "report.html").read_text(encoding="utf-8")
     printed = capsys.readouterr().out
     assert "41.7% hit rate" in printed  # the ceiling
     assert re.search(r"^good +50\.0 ± 0\.0 .* ref +0$", printed, re.M)

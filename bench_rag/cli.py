@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import demo, html, report
+from . import compare, demo, html, report
 from .arms import BUILT_IN, DEFAULT_ARMS, Arm, load_config, select, split_args
 from .errors import BenchError
 from .hosts import host_profile, vocab_of
@@ -87,7 +87,9 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m bench_rag",
         description="Compare prefix-cache hits, time to first token and decode speed of SGLang server configurations.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="arms:\n" + "\n".join(f"  {a.name:12} {a.about}" for a in BUILT_IN.values()),
+        epilog="arms:\n"
+        + "\n".join(f"  {a.name:12} {a.about}" for a in BUILT_IN.values())
+        + "\n\npython -m bench_rag compare A.json B.json compares two result files.",
     )
     what = p.add_argument_group("what to run")
     what.add_argument(
@@ -264,7 +266,10 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 if everything was measured, 1 if something failed, 2 for options that do not fit."""
-    options = parser().parse_args(_joined(list(sys.argv[1:] if argv is None else argv)))
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["compare"]:
+        return compare.main(words[1:])
+    options = parser().parse_args(_joined(words))
     try:
         settings = settings_of(options)
         benchmark = Benchmark(settings, on_run=lambda results: report.write(settings, results))

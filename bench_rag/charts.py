@@ -31,7 +31,7 @@ def _chart(label_x: str, label_y: str) -> Iterator[tuple[Axes, Callable[[], str]
     from matplotlib import pyplot
 
     with matplotlib.rc_context({"svg.hashsalt": "bench_rag"}):  # the same figures give the same file
-        figure, axis = pyplot.subplots(figsize=(5.4, 3.3), layout="constrained")
+        figure, axis = pyplot.subplots(figsize=(4.7, 3.1), layout="constrained")
         axis.set_xlabel(label_x, fontsize=9)
         axis.set_ylabel(label_y, fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
@@ -68,21 +68,30 @@ def _thin(count: int) -> np.ndarray:
 
 
 def first_tokens(settings: Settings, results: Results, workload: Workload) -> str:
-    """Share of requests whose first token had come by then, over all seeds; empty if nothing was measured."""
-    drawn = False
-    with _chart("time to first token, ms (log)", "share of requests, %") as (axis, svg):
+    """Share of requests whose first token had come by then, over all seeds; empty if nothing was measured.
+
+    The axis of times is logarithmic where they spread widely.
+    """
+    from matplotlib.ticker import LogLocator
+
+    longest, shortest = 0.0, float("inf")
+    with _chart("time to first token, ms", "share of requests, %") as (axis, svg):
         for name, style in _lines(settings):
             times = sorted(1e3 * measures.ttft(x) for r in _runs(results, name, workload) for x in r.replies if x.ok)
             if not times:
                 continue
             at = _thin(len(times))
             axis.step(np.asarray(times)[at], 100 * (at + 1) / len(times), where="post", **style)
-            drawn = True
-        axis.set_xscale("log")
+            longest, shortest = max(longest, times[-1]), min(shortest, times[0])
+        if longest > 5 * shortest:
+            axis.set_xscale("log")
+            axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.minorticks_off()
         axis.set_ylim(0, 101)
         if settings.ttft_limit is not None:
             axis.axvline(1e3 * settings.ttft_limit, color="0.35", linestyle=":", linewidth=1)
-        return svg() if drawn else ""
+        return svg() if longest else ""
 
 
 def hits_over_time(settings: Settings, results: Results, workload: Workload) -> str:
@@ -114,10 +123,13 @@ def hits_over_time(settings: Settings, results: Results, workload: Workload) -> 
 
 
 def pool_over_time(settings: Settings, results: Results, workload: Workload) -> str:
-    """Share of the state pool in use over the first seed measured; empty where no server showed its metrics."""
+    """Share of the state pool in use over the first seed measured; empty where no server showed its metrics.
+
+    A run too short for three samples has no course to draw.
+    """
     with _chart("seconds since the first request", "state pool in use, %") as (axis, svg):
         for name, style in _lines(settings):
-            runs = [r for r in _runs(results, name, workload) if any("state_pool" in s for s in r.samples)]
+            runs = [r for r in _runs(results, name, workload) if sum("state_pool" in s for s in r.samples) > 2]
             if runs:
                 began = min(x.sent for x in runs[0].replies)
                 points = [(s["at"] - began, 100 * s["state_pool"]) for s in runs[0].samples if "state_pool" in s]

@@ -44,6 +44,7 @@ CONFIGS: dict[str, Config] = {
 # Scenario tests: the deep model (3 linear layers of 4), the plugin's servers write their events down.
 MIXED = ("--enable-mixed-chunk", "--chunked-prefill-size", "128", "--page-size", "64", *TRACK_64)
 RETRACT = ("--max-total-tokens", "640", "--schedule-conservativeness", "0.1", *TRACK_64)
+LAZY = ("--mamba-radix-cache-strategy", "extra_buffer_lazy", *TRACK_64)
 BF16 = ("--dtype", "bfloat16", "--mamba-ssm-dtype", "bfloat16")
 BF16_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}
 
@@ -65,10 +66,10 @@ CONFIGS |= {
     "deep-on-mixed": _deep(*MIXED),
     "deep-on-retract": _deep(*RETRACT, SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8"),
     "deep-on-no-cache": _deep(*NO_CACHE),
-    "deep-off-lazy": _deep("--mamba-radix-cache-strategy", "extra_buffer_lazy", plugin=False),
-    "deep-on-lazy": _deep("--mamba-radix-cache-strategy", "extra_buffer_lazy"),
-    "deep-off-bf16": _deep(*BF16, plugin=False, **BF16_ENV),
-    "deep-on-bf16": _deep(*BF16, **BF16_ENV),
+    "deep-off-lazy": _deep(*LAZY, plugin=False),
+    "deep-on-lazy": _deep(*LAZY),
+    "deep-off-bf16": _deep(*BF16, *TRACK_64, plugin=False, **BF16_ENV),
+    "deep-on-bf16": _deep(*BF16, *TRACK_64, **BF16_ENV),
 }
 
 # Kimi Delta Attention, likewise. Latent attention runs on the triton backend only; chunks of 128 make a prompt of 150
@@ -88,10 +89,12 @@ CONFIGS |= {
     "kimi-on": _kda("kimi-linear", *CHUNKS),
     "kimi-off-no-buffer": _kda("kimi-linear", *NO_BUFFER, plugin=False),
     "kimi-on-no-buffer": _kda("kimi-linear", *NO_BUFFER),
-    "kimi-on-mixed": _kda("kimi-linear", *MIXED),
+    # pages of one token: with larger ones SGLang 0.5.23 files the state of a chunk that starts within a page under the
+    # page's token count, with or without the plugin (a mixed step leaves such chunks, and Kimi's slow head shows it)
+    "kimi-on-mixed": _kda("kimi-linear", *CHUNKS, "--enable-mixed-chunk"),
     "kimi-on-retract": _kda("kimi-linear", *RETRACT, SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8"),
-    "kimi-off-bf16": _kda("kimi-linear", *CHUNKS, *BF16, plugin=False, **BF16_ENV),
-    "kimi-on-bf16": _kda("kimi-linear", *CHUNKS, *BF16, **BF16_ENV),
+    "kimi-off-bf16": _kda("kimi-linear-bf16", *CHUNKS, *BF16, plugin=False, **BF16_ENV),
+    "kimi-on-bf16": _kda("kimi-linear-bf16", *CHUNKS, *BF16, **BF16_ENV),
     "kimi-on-len-5": _kda("kimi-linear", *CHUNKS, "--linear-replayssm-cache-len", "5"),
     "kimi-moe-off": _kda("kimi-linear-moe", *CHUNKS, plugin=False),
     "kimi-moe-on": _kda("kimi-linear-moe", *CHUNKS),

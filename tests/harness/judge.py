@@ -62,31 +62,38 @@ def follow_transformers(server: Server, exchanges: Sequence[Exchange], bound: fl
         assert difference <= bound, f"{len(exchange.prompt)} prompt tokens, {exchange.hit} cached: {difference:.4f}"
 
 
-@torch.inference_mode()
 def distance_to_transformers(folder: str | Path, exchange: Exchange, tie: float) -> float:
     """Largest log-probability difference of the answer's tokens, after checking that each is the greedy one.
 
-    One forward of the float32 model over prompt and output: each token is judged given the tokens before it. An
-    answer that was asked without log-probabilities is at distance 0.0.
+    An answer that was asked without log-probabilities is at distance 0.0.
 
     Raises:
         AssertionError: a token is not the reference's first choice, and not within `tie` of it.
     """
-    model = reference._model(Path(folder))
-    start, ids = len(exchange.prompt), exchange.answer.ids
-    assert ids, "an empty answer proves nothing"
-    tokens = torch.tensor([exchange.tokens])
-    logprobs = model(input_ids=tokens, use_cache=False).logits[0].double().log_softmax(-1)[start - 1 : -1]
-    chosen = logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0]
-    lead = logprobs.max(-1).values - chosen
+    lead, errors = judged(folder, exchange)
     worst = int(lead.argmax())
     assert lead[worst] <= tie, (
-        f"token {worst} of {len(ids)} after {start} prompt tokens ({exchange.hit} cached): {ids[worst]} is "
-        f"{lead[worst]:.4f} behind the reference's choice {int(logprobs[worst].argmax())}"
+        f"token {worst} of {len(lead)} after {len(exchange.prompt)} prompt tokens ({exchange.hit} cached): "
+        f"{exchange.answer.ids[worst]} is {lead[worst]:.4f} behind the reference's choice"
     )
-    if not exchange.answer.logprobs:
-        return 0.0
-    return float((chosen - torch.tensor(exchange.answer.logprobs, dtype=torch.float64)).abs().max())
+    return float(errors.max()) if len(errors) else 0.0
+
+
+@torch.inference_mode()
+def judged(folder: str | Path, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor]:
+    """One forward of the float32 reference over prompt and output: each token is judged given those before it.
+
+    Returns:
+        How far the reference puts each output token behind its own first choice, and the absolute error of each
+        reported log-probability; float64 [tokens].
+    """
+    start, ids = len(exchange.prompt), exchange.answer.ids
+    assert ids, "an empty answer proves nothing"
+    logits = reference._model(Path(folder))(input_ids=torch.tensor([exchange.tokens]), use_cache=False).logits[0]
+    logprobs = logits[start - 1 : -1].double().log_softmax(-1)
+    chosen = logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0]
+    reported = torch.tensor(exchange.answer.logprobs, dtype=torch.float64)
+    return logprobs.max(-1).values - chosen, (chosen[: len(reported)] - reported).abs()
 
 
 def distance(one: Answer, other: Answer) -> float:

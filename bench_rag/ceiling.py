@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from .workloads import Plan
 
+# Children by first token: the tokens on the way there, and the child. A leaf has none.
+_Node = dict[int, "tuple[list[int], _Node]"]
 
-class _Trie:
-    """Token sequences by prefix; node 0 is the root. One dictionary, so a million tokens stay cheap."""
+
+class _Tree:
+    """Token sequences by prefix, one node per place where they part, so that recorded traffic of a day fits."""
 
     def __init__(self) -> None:
-        self._child: dict[tuple[int, int], int] = {}
+        self._root: _Node = {}
 
     def match(self, ids: list[int]) -> int:
         """Length of the longest stored prefix of ``ids``."""
-        node = 0
-        for depth, token in enumerate(ids):
-            child = self._child.get((node, token))
-            if child is None:
-                return depth
+        node, at = self._root, 0
+        while at < len(ids) and ids[at] in node:
+            edge, child = node[ids[at]]
+            same = _common(edge, ids, at)
+            at += same
+            if same < len(edge):
+                break
             node = child
-        return len(ids)
+        return at
 
     def insert(self, ids: list[int]) -> None:
-        node = 0
-        for token in ids:
-            node = self._child.setdefault((node, token), len(self._child) + 1)
+        node, at = self._root, 0
+        while at < len(ids):
+            first = ids[at]
+            if first not in node:
+                node[first] = (ids[at:], {})
+                return
+            edge, child = node[first]
+            same = _common(edge, ids, at)
+            at += same
+            if same < len(edge):
+                child = {edge[same]: (edge[same:], child)}
+                node[first] = (edge[:same], child)
+            node = child
+
+
+def _common(edge: list[int], ids: list[int], at: int) -> int:
+    """How many tokens of ``edge`` equal those of ``ids`` from ``at`` on; lists compare faster than a loop."""
+    equal, unequal = 0, min(len(edge), len(ids) - at) + 1
+    step = unequal - 1  # try all first, then halve what is open
+    while step:
+        if edge[equal : equal + step] == ids[at + equal : at + equal + step]:
+            equal += step
+        else:
+            unequal = equal + step
+        step = (unequal - equal) // 2
+    return equal
 
 
 def ceilings(plan: Plan) -> dict[tuple[int, int], tuple[int, int]]:
@@ -36,7 +64,7 @@ def ceilings(plan: Plan) -> dict[tuple[int, int], tuple[int, int]]:
     A prompt's last token is always computed, and so is an answer's last token if a later turn repeats it. Answers
     stand in as tokens that nothing else equals, so the figure depends on the plan alone, not on a server.
     """
-    cache, unique = _Trie(), -1
+    cache, unique = _Tree(), -1
     found: dict[tuple[int, int], tuple[int, int]] = {}
     history: list[list[int]] = [[] for _ in plan.conversations]
     for turn_number in range(max((len(c.turns) for c in plan.conversations), default=0)):
@@ -53,7 +81,7 @@ def ceilings(plan: Plan) -> dict[tuple[int, int], tuple[int, int]]:
     return found
 
 
-def share(found: Iterable[tuple[int, int]]) -> float:
+def share(found: Collection[tuple[int, int]]) -> float:
     """Cached over all prompt tokens (0 to 1); 0 for no prompts."""
     cached, total = (sum(column) for column in zip(*found, strict=True)) if found else (0, 0)
     return cached / total if total else 0.0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from bench_rag.ceiling import ceiling
 from bench_rag.errors import BenchError
 from bench_rag.workloads import (
+    WORKLOADS,
     AgentLoop,
     Burst,
     Conversation,
@@ -206,6 +209,11 @@ def test_warmup_is_never_larger(workload):
 def test_bad_sizes_say_so(make, sentence):
     with pytest.raises(BenchError, match=sentence):
         make()
+
+
+def test_every_workload_is_documented():
+    text = (Path(__file__).parents[2] / "docs" / "bench_rag.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", text, re.M) == list(WORKLOADS)
 
 
 def test_description_survives_json():

@@ -27,10 +27,16 @@ def test_gauges_are_read_by_name_and_the_largest_rank_counts():
     assert read_gauges("") == {} and read_gauges("<html>no</html>") == {}
 
 
-def collect(fake: FakeSglang) -> list:
+def collect(fake: FakeSglang, count: int) -> list:
+    """At least ``count`` samples, however slow the machine; some time for more that should not come."""
+
     async def go() -> list:
         async with fake as url, Client(url) as client, sampled(client, interval=0.02) as samples:
-            await asyncio.sleep(0.5)
+            for _ in range(500):
+                await asyncio.sleep(0.02)
+                if len(samples) >= count and fake.metrics_asked:
+                    break
+            await asyncio.sleep(0.1)
             return samples
 
     return asyncio.run(go())
@@ -38,14 +44,14 @@ def collect(fake: FakeSglang) -> list:
 
 def test_samples_follow_the_server():
     pages = [PAGE, PAGE.replace("0.5", "0.75")]
-    samples = collect(FakeSglang(events=[], metrics=pages))
+    samples = collect(FakeSglang(events=[], metrics=pages), 3)
     assert len(samples) >= 3 and samples[0]["state_pool"] == 0.5 and samples[1]["state_pool"] == 0.75
     assert all(a["at"] < b["at"] for a, b in zip(samples, samples[1:], strict=False))
 
 
 def test_a_server_without_metrics_is_asked_once():
     fake = FakeSglang(events=[])
-    assert collect(fake) == [] and fake.metrics_asked == 1
+    assert collect(fake, 0) == [] and fake.metrics_asked == 1
 
 
 def test_occupancy_is_mean_and_maximum():

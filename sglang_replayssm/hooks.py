@@ -93,7 +93,8 @@ class BufferedDecode:
         **unused: Any,
     ) -> torch.Tensor:
         """Output [1, B, HV, V], as SGLang's packed decode returns it. KDA's a and b may carry a leading 1."""
-        assert self.rows is not None
+        if self.rows is None:
+            raise RuntimeError("buffered decode ran outside of the backend's forward_decode")
         assert lower_bound == self._ring.ring.shape.lower_bound, "a layer with another gate than the ring was made for"
         batch = mixed_qkv.shape[0]
         out = self._ring.decode_layer(
@@ -150,7 +151,7 @@ def init_metadata_out_graph(
     if ring is None:
         return
     size = forward_batch.batch_size
-    if in_capture:
+    if in_capture and forward_batch.forward_mode.is_decode():
         ring.disarm(size)
         # What SGLang passes before a replay has no track mask; the captured batch shows the static buffer of it.
         ring.graph_track_masks[size] = forward_batch.mamba_track_mask

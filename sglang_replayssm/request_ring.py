@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 ATTRIBUTE = "replayssm"  # where the pool carries its RequestRing
 GIB = 1 << 30
-# Warm-up batches may be padded past the pool's rows; the plan's buffers are 20 bytes an entry.
+# Warm-up batches may be padded past the pool's rows; the plan's buffers are 36 bytes an entry.
 _MIN_PLAN = 4096
 
 
@@ -99,10 +99,10 @@ class RequestRing:
         folded slot and leaves the checkpoint at the end of the extend (DESIGN invariant 3).
         """
         self._claim_rows()
+        self._check_faults()
         mode = batch.logical_forward_mode
         if mode.is_decode_or_idle():
             return
-        self._check_faults()
         rows = batch.req_pool_indices
         slots = self.pool.get_mamba_indices(rows)
         plan_forced_fold(self.ring, self.plan.fold, rows, batch.extend_prefix_lens, slots, batch.seq_lens)

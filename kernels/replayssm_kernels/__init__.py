@@ -7,13 +7,14 @@ layer, then `materialise` of the snapshot list.
 from .cursors import FAULT, PAD, StepPlan, WorkList, mark_fresh, plan_forced_fold, plan_step, set_checkpoint
 from .decode import DecodeConfig, decode
 from .materialise import materialise
-from .ring import FRESH, INERT, Ring, RingShape
+from .ring import FRESH, INERT, POISON, Ring, RingShape
 
 __all__ = [
     "FAULT",
     "FRESH",
     "INERT",
     "PAD",
+    "POISON",
     "DecodeConfig",
     "Ring",
     "RingShape",

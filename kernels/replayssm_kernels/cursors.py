@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .ring import FRESH, INERT, PADDING_ROW, Ring
+from .ring import FRESH, INERT, PADDING_ROW, POISON, Ring
 
 FAULT = -1
 PAD = -2
@@ -43,6 +43,7 @@ _PAD = tl.constexpr(PAD)
 _PADDING_ROW = tl.constexpr(PADDING_ROW)
 _INERT = tl.constexpr(INERT)
 _FRESH = tl.constexpr(FRESH)
+_POISON = tl.constexpr(POISON)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,14 +154,14 @@ def _plan_step_kernel(
         fresh = known & (stands == _FRESH)
         tl.store(checkpoint + row, n, mask=fresh)
         count = tl.where(fresh, 0, n - stands)
-        good = known & (count >= 0) & (count <= L)
+        good = known & (stands != _POISON) & (count >= 0) & (count <= L)
         if TRACK:
             dst = tl.load(track_slots + i, mask=inside, other=-1).to(tl.int32)
             tracked = live & (tl.load(track_mask + i, mask=inside, other=0) != 0) & (dst >= 0)
             good = good & ((dst != slot) | (tracked == 0))
         due = good & (count == L)
         folds = _append(fold, fold_capacity, due, folds, row, slot, slot, count)
-        tl.store(checkpoint + row, n, mask=due)
+        tl.store(checkpoint + row, tl.where(good, n, _POISON), mask=due | (known & (good == 0)))
         left = tl.where(good, tl.where(due, 0, count), tl.where(live, _FAULT, _PAD))
         tl.store(pending + i, left, mask=inside)
         if TRACK:
@@ -195,10 +196,12 @@ def _plan_forced_fold_kernel(
         live = live & (stands != _INERT)
         known = known & live
         count = tl.where(stands == _FRESH, 0, n - stands)
-        good = known & (count >= 0) & (count <= L)
-        taken = good & (count > 0)
-        listed = _append(entries, capacity, taken, listed, row, slot, slot, count)
-        tl.store(checkpoint + row, tl.load(new_lens + i, mask=inside, other=0).to(tl.int32), mask=good)
+        good = known & (stands != _POISON) & (count >= 0) & (count <= L)
+        # A faulty slot becomes NaN (upto = -1): what runs from it, or is handed it, must not look right.
+        taken = live & ((good == 0) | (count > 0))
+        listed = _append(entries, capacity, taken, listed, row, slot, slot, tl.where(good, count, _FAULT))
+        new_len = tl.load(new_lens + i, mask=inside, other=0).to(tl.int32)
+        tl.store(checkpoint + row, tl.where(good, new_len, _POISON), mask=known)
         bad += tl.sum((live & (good == 0)).to(tl.int32), 0)
     tl.store(count_out, listed)
     if bad > 0:

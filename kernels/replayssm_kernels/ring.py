@@ -55,6 +55,9 @@ FRESH = -1
 """checkpoint of a row whose new owner has not run yet: its slot is exact wherever its first forward starts.
 """
 
+POISON = -3
+"""checkpoint of a row whose cursor was found wrong: it stays a fault until the row has a new owner."""
+
 PADDING_ROW = 0
 """The request row that padded batch entries use. It never holds records."""
 

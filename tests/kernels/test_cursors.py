@@ -13,6 +13,7 @@ from replayssm_kernels import (
     FRESH,
     INERT,
     PAD,
+    POISON,
     Ring,
     StepPlan,
     WorkList,
@@ -39,12 +40,17 @@ class Model:
 
     def count(self, row: int, n: int) -> int | None:
         """Records pending at n tokens, None where that is impossible."""
-        if not 0 < row < len(self.checkpoint):
+        if not 0 < row < len(self.checkpoint) or self.checkpoint[row] == POISON:
             return None
         if self.checkpoint[row] == FRESH:
             self.checkpoint[row] = n
         count = n - self.checkpoint[row]
         return count if 0 <= count <= self.capacity else None
+
+    def poison(self, row: int) -> None:
+        self.faults += 1
+        if 0 < row < len(self.checkpoint):
+            self.checkpoint[row] = POISON
 
     def is_padding(self, row: int, slot: int) -> bool:
         inert = 0 < row < len(self.checkpoint) and self.checkpoint[row] == INERT
@@ -58,7 +64,7 @@ class Model:
                 continue
             count = self.count(row, length - 1)
             if count is None or track == slot:
-                self.faults += 1
+                self.poison(row)
                 self.pending.append(FAULT)
                 if track >= 0 and track != slot:
                     self.snapshot.append((row, slot, track, FAULT))
@@ -77,7 +83,8 @@ class Model:
                 continue
             count = self.count(row, n)
             if count is None:
-                self.faults += 1
+                self.poison(row)
+                self.fold.append((row, slot, slot, FAULT))
                 continue
             if count:
                 self.fold.append((row, slot, slot, count))

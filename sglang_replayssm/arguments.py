@@ -19,7 +19,8 @@ REQUIRED_ENV = "SGLANG_REPLAYSSM_REQUIRED"
 U_DTYPE_ENV = "SGLANG_REPLAYSSM_U_DTYPE"
 MAX_CAPACITY = 64
 FLAG = "--enable-linear-replayssm"
-# Architectures whose greedy output is tested against a reference, by the gate kind of their linear layers.
+# Accepted architectures by gate kind. Each shares its linear layers, their backend and pools with a
+# model whose greedy output is tested against a reference; the MoE variants differ from those outside these layers only.
 ARCHITECTURES = {
     "gdn": (
         "Qwen3NextForCausalLM",

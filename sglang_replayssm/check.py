@@ -85,7 +85,7 @@ def check_kernels(report: Report) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        report.add(NOTE, "kernels", "no GPU here; TRITON_INTERPRET=1 runs the self-test in Triton's interpreter")
+        report.add(NOTE, "kernels", "not checked: no GPU; TRITON_INTERPRET=1 runs them in Triton's interpreter")
         return
     from replayssm_kernels import selftest
 
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     if check_versions(report):
         for check in checks:
             check(report)
-    print("Something is wrong; see the FAIL lines above." if report.failed else "All is well.")
+    print("Something is wrong; see the FAIL lines above." if report.failed else "Nothing is wrong.")
     return int(report.failed)
 
 

@@ -118,6 +118,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_POOL + "ReqToTokenPool", "read", fields=("req_generation", "req_to_token", "size")),
     Seam(_POOL + "HybridReqToTokenPool.get_mamba_indices", "call", ("self", "req_indices")),
     Seam(_POOL + "HybridReqToTokenPool._init_mamba_pool", "read", fields=("mamba_pool", "mamba_map")),
+    Seam(_POOL + "MambaPool", "read", fields=("mamba_cache",)),
     Seam(_POOL + "MambaPool.State", "read", fields=("conv", "temporal")),
     # Forward
     Seam(

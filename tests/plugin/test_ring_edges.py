@@ -124,6 +124,19 @@ def test_an_extend_with_a_stale_cursor_is_loud_too() -> None:
     assert m.ring.state[:, bad.slot].isnan().all(), "the extend would have run from a stale slot and looked right"
 
 
+def test_a_poisoned_row_is_clean_for_its_next_owner() -> None:
+    m = Machine(Sizes(rows=1, slots=1, capacity=3))
+    bad = m.begin(5)
+    m.ring.ring.checkpoint[bad.row] = 0
+    m.decode([], dead=[bad])
+    m.release(bad)
+    m.ring.ring.faults.zero_()  # a server would have ended; what matters is that nothing of it sticks to the row
+    heir = m.begin(4)
+    for _ in range(4):
+        m.decode([heir])
+        m.check()
+
+
 def test_nan_in_one_request_stays_there() -> None:
     m = Machine(Sizes(rows=2, slots=2))
     sick, healthy = m.begin(3), m.begin(3)

@@ -9,7 +9,7 @@ import torch
 from . import reference
 from .cursors import FAULT, PAD, StepPlan, plan_step, set_checkpoint
 from .decode import DecodeConfig
-from .ring import Ring, RingShape
+from .ring import POISON, Ring, RingShape
 from .workload import Workload
 
 # With fp32 states and records the bound of the design; outputs are taken in fp32, so 16-bit activations do not blur it.
@@ -99,7 +99,7 @@ def _cursors(device: torch.device) -> float:
         ring.checkpoint[1:].tolist(),
         ring.faults.tolist(),
     ]
-    want = [[0, 2, FAULT, PAD], [(2, 5, 5, 4)], [(2, 5, 8, 1), (3, 7, 9, FAULT)], [10, 24, 30], [1]]
+    want = [[0, 2, FAULT, PAD], [(2, 5, 5, 4)], [(2, 5, 8, 1), (3, 7, 9, FAULT)], [10, 24, POISON], [1]]
     return float(sum(g != w for g, w in zip(got, want, strict=True)))
 
 

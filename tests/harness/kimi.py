@@ -42,8 +42,8 @@ SEED = 2
 def config(name: str, vocabulary: int) -> dict[str, Any]:
     """The config.json of a tiny model (tiny.KIMI): three layers with KDA, one with full attention.
 
-    kimi-linear has unbounded gates, kimi-linear-moe experts too; ling-v3 is Bailing's Ling V3, which has Kimi's layers
-    with a bounded gate.
+    kimi-linear has unbounded gates, kimi-linear-bf16 is the same for a server in bfloat16, kimi-linear-moe has experts;
+    ling-v3 is Bailing's Ling V3, which has Kimi's layers with a bounded gate.
     """
     body = dict(
         vocab_size=vocabulary,
@@ -56,7 +56,7 @@ def config(name: str, vocabulary: int) -> dict[str, Any]:
         max_position_embeddings=8192,
         rope_theta=10000.0,
         tie_word_embeddings=False,
-        dtype="float16",
+        dtype="bfloat16" if name.endswith("-bf16") else "float16",  # SGLang's Kimi looks here, not only at --dtype
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=1,

@@ -29,7 +29,7 @@ DEFAULT_CACHE = Path(__file__).resolve().parents[2] / ".cache" / "tiny"
 VOCABULARY = 320
 """Token ids a prompt may use are 2 to 257 (bytes); 0 and 1 are special, the rest pad the table."""
 
-KIMI = ("kimi-linear", "kimi-linear-moe", "ling-v3")
+KIMI = ("kimi-linear", "kimi-linear-bf16", "kimi-linear-moe", "ling-v3")
 NAMES = ("qwen3-next", "qwen3-next-deep", "qwen3.5", *KIMI)
 """`deep` and those with Kimi Delta Attention have 3 linear layers and 1 full one, as the real models' period; the
 others 1 and 1, for speed.

@@ -217,7 +217,7 @@ def off_bf16(server_pool: ServerPool) -> list[Exchange]:
 @pytest.mark.long
 @on("kimi-on-bf16")
 def test_bfloat16_model_and_state(off_bf16: list[Exchange], server: Server) -> None:
-    """Two rounded computations part at the first near tie; each is compared with the reference, given its own tokens."""
+    """Two rounded computations part at the first near tie; each is compared with the reference, by its own tokens."""
     without, with_plugin = (
         max(distance_to_transformers(server.model, exchange, tie=BFLOAT16) for exchange in exchanges)
         for exchanges in (off_bf16, fixed_prompts(server))

@@ -116,3 +116,12 @@ def test_every_hook_has_its_target() -> None:
     finally:
         for target in set(HookRegistry._hooks) - before:
             del HookRegistry._hooks[target]
+
+
+def test_device_contexts_still_reach_the_wrapped_constructors() -> None:
+    """transformers builds its models on the meta device; a constructor that escapes leaves wrong buffers behind."""
+    assert hasattr(torch.arange, "__wrapped__")
+    with torch.device("meta"):
+        made = [torch.arange(3), torch.ones(2), torch.empty(1), torch.full((2,), 1.0), torch.tensor([1.0])]
+    assert {value.device.type for value in made} == {"meta"}
+    assert torch.zeros(2, pin_memory=True).device.type == "cpu"

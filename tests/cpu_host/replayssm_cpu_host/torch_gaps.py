@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _kept_alive: list[torch.library.Library] = []
 _installed = False
@@ -25,6 +26,9 @@ def install() -> None:
         torch.cpu.device = lambda index=None: contextlib.nullcontext()
 
     # Pinned memory needs a driver. The request is harmless to ignore: every copy is host to host here.
+    # `with torch.device(...)` knows the constructors by identity, in a set it collects at first use: collect it
+    # now, with the originals, which the wrappers call.
+    _device_constructors()
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
     for name in ("tensor", "empty", "zeros", "ones", "full", "arange"):
         setattr(torch, name, _without_pin_memory(getattr(torch, name)))

@@ -91,11 +91,12 @@ def off(server_pool: ServerPool) -> list[Exchange]:
         pytest.param("deep-on-len-1", marks=pytest.mark.long),
         "deep-on-len-5",
         pytest.param("deep-on-len-64", marks=pytest.mark.long),
+        pytest.param("deep-on-no-overlap", marks=pytest.mark.long),
     ],
     indirect=True,
 )
 def test_capacities(off: list[Exchange], server: Server) -> None:
-    capacity = int(server.args[server.args.index("--linear-replayssm-cache-len") + 1])
+    capacity = int(server.server_info()["linear_replayssm_cache_len"])
     assert f"ring of {capacity} records" in server.log_text()
     events = Events()
     answers = two_boundaries(server)

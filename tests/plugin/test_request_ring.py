@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from replayssm_kernels.ring import FRESH, INERT
+from sglang_replayssm import hooks
 from tests.plugin import launch
 from tests.plugin.machine import LAYER_IDS, Machine, Sizes
 
@@ -226,6 +229,29 @@ def test_idle_and_decode_forwards_fold_nothing(mode: str) -> None:
     m.forward(m.batch(mode, [request.row], [request.length + 1]))
     assert m.pending(request) == 1
     m.check()
+
+
+def test_a_decode_that_is_labelled_extend_stays_a_decode() -> None:
+    """SGLang relabels a decode as one-token extends to align ranks; the logical mode says what the rows carry."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    m = Machine()
+    request = m.begin(3)
+    m.decode([request])
+    batch = m.batch("EXTEND", [request.row], [request.length + 1], extend_prefix_lens=m.ints([request.length]))
+    batch.logical_forward_mode = ForwardMode.DECODE
+    m.forward(batch)
+    assert m.pending(request) == 1, "no fold"
+    backend = SimpleNamespace(
+        req_to_token_pool=m.pool,
+        kernel_dispatcher=SimpleNamespace(decode_kernel=hooks.BufferedDecode(m.ring)),
+        forward_metadata=SimpleNamespace(
+            mamba_cache_indices=m.ints([request.slot], torch.int32), mamba_track_indices=None
+        ),
+    )
+    m.ring.disarm(1)
+    hooks.init_metadata(lambda backend, batch: None, backend, batch)
+    assert m.ring.plan.pending[0] == 1, "planned like a decode"
 
 
 def test_a_draft_worker_leaves_the_ring_alone() -> None:

@@ -15,8 +15,8 @@ first forward starts, with nothing pending.
 
     0 .. L-1   replay that many records
     FAULT  -1  the count was not in 0..L, the row out of range, or the track slot equals the slot:
-               ring.faults is raised, the checkpoint stays, decode writes NaN and appends nothing, and
-               the snapshot (if one was asked for) is NaN
+               ring.faults is raised, the checkpoint becomes POISON (a fault again until the row has a
+               new owner), decode writes NaN and appends nothing, a snapshot that was asked for is NaN
     PAD    -2  padding: slot < 0, row 0 or an INERT row. Output rows are zeros, nothing else is touched
 
 Bytes per step: about 40 per batch entry, one program; lists keep the batch order. Graph-capturable: no host
@@ -296,8 +296,8 @@ def plan_forced_fold(
         new_lens: [B] int32 or int64, where the slot stands after what follows: the end of the extend that is
             about to run, or `lens` where the slot is only folded.
 
-    Rows with nothing pending are not listed. A count outside 0..L raises `ring.faults`, is not listed and
-    keeps its checkpoint. FRESH rows have nothing pending; INERT rows stay INERT.
+    Rows with nothing pending are not listed. A count outside 0..L raises `ring.faults` and poisons the row, and the
+    list makes its slot NaN. FRESH rows have nothing pending; INERT rows stay INERT.
     """
     batch = rows.shape[0]
     _check_vectors(batch, rows=rows, lens=lens, slots=slots, new_lens=new_lens)

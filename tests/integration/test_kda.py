@@ -36,6 +36,9 @@ BFLOAT16 = 0.25
 KDA_ON_OFF = 0.012
 """Measured: the plugin moves a log-probability by up to 0.0042 against plain SGLang."""
 
+# Four server starts: with --long. The kernels and the backend of KDA are in the default run.
+pytestmark = pytest.mark.long
+
 
 def follow_reference(server: Server, exchanges: Sequence[Exchange]) -> None:
     follow_transformers(server, exchanges, bound=REFERENCE)

@@ -115,16 +115,19 @@ def config(name: str, vocabulary: int) -> dict[str, Any]:
 def weights(config: dict[str, Any]) -> dict[str, Tensor]:
     """Deterministic weights by their published names, scaled so that activations stay near 1."""
     random = torch.Generator().manual_seed(SEED)
-    return {name: _draw(name, shape, random) for name, shape in _parameters(Sizes.of(config))}
+    sizes = Sizes.of(config)
+    return {name: _draw(name, shape, random, sizes.lower_bound is not None) for name, shape in _parameters(sizes)}
 
 
-def _draw(name: str, shape: tuple[int, ...], random: torch.Generator) -> Tensor:
+def _draw(name: str, shape: tuple[int, ...], random: torch.Generator, bounded: bool) -> Tensor:
     if "norm" in name:
         return (1 + 0.1 * torch.randn(shape, generator=random)).half()
-    if name.endswith("A_log"):  # one head that remembers the whole prompt, one that forgets within a few tokens
-        return torch.linspace(math.log(0.02), math.log(0.3), math.prod(shape)).view(shape)
+    # A head that remembers the whole prompt and one that forgets within a few tokens: about e^-0.03 and e^-0.3 each.
+    if name.endswith("A_log"):
+        first, last = (1.0, 0.5) if bounded else (0.02, 0.3)
+        return torch.linspace(math.log(first), math.log(last), math.prod(shape)).view(shape)
     if name.endswith("dt_bias"):
-        return torch.randn(shape, generator=random) * 0.5
+        return torch.randn(shape, generator=random) * 0.5 - (6.0 if bounded else 0.0)
     if name.endswith("correction_bias"):
         return torch.randn(shape, generator=random) * 0.1
     std = 1.0 if "embed" in name else 0.5 if "conv1d" in name else 1.6 / math.sqrt(shape[-1])

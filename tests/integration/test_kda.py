@@ -61,12 +61,7 @@ SNAPSHOTS = {
 }
 by_scenario = pytest.mark.parametrize(
     "scenario",
-    [
-        one_boundary,
-        scenarios.later_turn,
-        scenarios.conversation,
-        scenarios.two_boundaries,
-    ],
+    [one_boundary, scenarios.later_turn, scenarios.conversation, scenarios.two_boundaries],
     ids=lambda scenario: scenario.__name__,
 )
 
@@ -154,28 +149,27 @@ def farthest_from_cold(exchanges: list[Exchange]) -> float:
     return max(distance(warm.answer, cold.answer) for warm, cold in zip(exchanges[1::3], exchanges[2::3], strict=True))
 
 
-@on("kimi-on-no-buffer")
-def test_finished_requests_leave_exact_states(server: Server) -> None:
-    events = Events()
-    answers = reuse_of_finished(server)
-    follow_reference(server, answers)
-    assert server.server_info()["mamba_radix_cache_strategy"] == "no_buffer"
-    folded = [event.folds[0][3] if event.folds else 0 for event in events.of("hand over")]
-    assert {13, 2, 1} <= set(folded), "requests were to finish with 13, 2 and 1 pending records"
+@on("kimi-off-no-buffer")
+def test_plain_no_buffer_and_the_reference_agree(server_pool: ServerPool, server: Server) -> None:
+    follow_reference(server, recorded(server_pool, "kimi-off-no-buffer", reuse_of_finished))
 
 
 @pytest.fixture
 def off_no_buffer(server_pool: ServerPool) -> list[Exchange]:
+    """Answers without the plugin. Named before `server`, which it may have to end."""
     return recorded(server_pool, "kimi-off-no-buffer", reuse_of_finished)
 
 
 @on("kimi-on-no-buffer")
-def test_the_prefix_cache_adds_no_more_noise_than_without_the_plugin(
-    off_no_buffer: list[Exchange], server: Server
-) -> None:
+def test_finished_requests_leave_exact_states(off_no_buffer: list[Exchange], server: Server) -> None:
+    events = Events()
     answers = reuse_of_finished(server)
+    follow_reference(server, answers)
     same_answers(off_no_buffer, answers, KDA_ON_OFF)
     assert farthest_from_cold(answers) <= 2 * farthest_from_cold(off_no_buffer)  # measured: 0.0067 each
+    assert server.server_info()["mamba_radix_cache_strategy"] == "no_buffer"
+    folded = [event.folds[0][3] if event.folds else 0 for event in events.of("hand over")]
+    assert {13, 2, 1} <= set(folded), "requests were to finish with 13, 2 and 1 pending records"
 
 
 # -- the bounded gate, experts, other capacities and dtypes -----------------------------------------------------------
@@ -210,8 +204,15 @@ def fixed_prompts(server: Server) -> list[Exchange]:
     return [first, second]
 
 
+@on("kimi-off-bf16")
+def test_plain_bfloat16_is_near_the_reference(server_pool: ServerPool, server: Server) -> None:
+    exchanges = recorded(server_pool, "kimi-off-bf16", fixed_prompts)
+    follow_transformers(server, exchanges, bound=BFLOAT16)
+
+
 @pytest.fixture
 def off_bf16(server_pool: ServerPool) -> list[Exchange]:
+    """Answers without the plugin. Named before `server`, which it may have to end."""
     return recorded(server_pool, "kimi-off-bf16", fixed_prompts)
 
 

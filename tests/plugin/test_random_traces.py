@@ -160,7 +160,7 @@ TestTraces.settings = settings(
 TestLongTraces = pytest.mark.long(LongTraces.TestCase)
 TestLongTraces.settings = settings(
     TestTraces.settings,
-    max_examples=150,
+    max_examples=60,
     stateful_step_count=60,
     derandomize=False,
     phases=list(Phase),

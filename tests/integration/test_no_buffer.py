@@ -2,43 +2,67 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from tests.harness.events import Events
-from tests.harness.judge import Exchange, ask, distance, distance_to_transformers, recorded
+from tests.harness.judge import ON_OFF, Exchange, Scenario, ask, distance, follow_transformers, recorded, same_answers
 from tests.harness.pool import ServerPool, on
 from tests.harness.reference import prompt
 from tests.harness.server import Server
 
-FP16 = 0.15
-ON_OFF = 0.03
 CAPACITY = 16
-# (prompt length, tokens out). The last token out is never committed, so out - 1 records are written and a fold
-# happens before each one that finds the ring full.
-CASES = [(90, 20), (131, 33), (117, 34), (105, 26)]
-MORE_CASES = [(200, 47), (150, 40), (163, 22), (97, 30), (128, 24), (180, 32), (64, 21), (111, 28)]
 
 
-def pending_at_finish(out: int) -> int:
-    """Records in the ring when a request ends after `out` tokens."""
-    return (out - 2) % CAPACITY + 1
+@dataclass(frozen=True)
+class Case:
+    """A request of `length` prompt tokens and `out` tokens of output.
+
+    Seeds are chosen so that a relative change of 3e-4 in every attention output moves the log-probabilities by less
+    than 0.008 in the reference: no expert is close to being another, which would hide a small error of the state.
+    """
+
+    length: int
+    out: int
+    seed: int
+
+    @property
+    def committed(self) -> int:
+        """Tokens whose state exists at the end: all but the last one out."""
+        return self.length + self.out - 1
+
+    @property
+    def pending(self) -> int:
+        """Records in the ring at the end: one per committed token of output, folded whenever one finds it full."""
+        return (self.out - 2) % CAPACITY + 1
 
 
-def turn_after(server: Server, length: int, out: int) -> list[Exchange]:
+CASES = {
+    "short": [Case(90, 20, seed=1), Case(131, 33, seed=102), Case(117, 34, seed=5)],
+    "long": [
+        *(Case(105, 26, seed=6), Case(200, 47, seed=146), Case(150, 40, seed=68), Case(163, 22, seed=0)),
+        *(Case(97, 30, seed=34), Case(128, 24, seed=27), Case(180, 32, seed=1), Case(64, 21, seed=23)),
+    ],
+}
+
+
+def short(server: Server) -> list[Exchange]:
+    return [exchange for case in CASES["short"] for exchange in next_turn(server, case)]
+
+
+def long(server: Server) -> list[Exchange]:
+    return [exchange for case in CASES["long"] for exchange in next_turn(server, case)]
+
+
+def next_turn(server: Server, case: Case) -> list[Exchange]:
     """A request, then its prompt, output and five new tokens: out of the cache, and without one."""
-    first = ask(server, prompt(length, seed=length), out)
+    first = ask(server, prompt(case.length, seed=case.seed), case.out)
     question = first.tokens + prompt(5, seed=7)
     warm = ask(server, question, 6)
+    assert [first.hit, warm.hit] == [0, case.committed]
     server.flush()
     return [first, warm, ask(server, question, 6)]
-
-
-def short_cases(server: Server) -> list[Exchange]:
-    return [exchange for case in CASES for exchange in turn_after(server, *case)]
-
-
-def long_cases(server: Server) -> list[Exchange]:
-    return [exchange for case in MORE_CASES for exchange in turn_after(server, *case)]
 
 
 def distances_to_cold(exchanges: list[Exchange]) -> list[float]:
@@ -46,38 +70,42 @@ def distances_to_cold(exchanges: list[Exchange]) -> list[float]:
     return [distance(warm.answer, cold.answer) for warm, cold in zip(exchanges[1::3], exchanges[2::3], strict=True)]
 
 
+scenarios = pytest.mark.parametrize(
+    "scenario", [short, pytest.param(long, marks=pytest.mark.long)], ids=lambda scenario: scenario.__name__
+)
+
+
+@scenarios
 @on("deep-off-no-buffer")
-def test_the_oracle_follows_transformers(server_pool: ServerPool, server: Server) -> None:
-    for exchange in recorded(server_pool, "deep-off-no-buffer", short_cases):
-        assert distance_to_transformers(server.model, exchange, tie=FP16) <= FP16
+def test_the_oracle_follows_transformers(server_pool: ServerPool, server: Server, scenario: Scenario) -> None:
+    follow_transformers(server, recorded(server_pool, "deep-off-no-buffer", scenario))
 
 
 @pytest.fixture
-def off(server_pool: ServerPool, cases: object) -> list[Exchange]:
+def off(server_pool: ServerPool, scenario: Scenario) -> list[Exchange]:
     """Answers without the plugin. Named before `server`, which it may have to end."""
-    return recorded(server_pool, "deep-off-no-buffer", cases)
+    return recorded(server_pool, "deep-off-no-buffer", scenario)
 
 
+@scenarios
 @on("deep-on-no-buffer")
-@pytest.mark.parametrize("cases", [short_cases, pytest.param(long_cases, marks=pytest.mark.long)])
-def test_reuse_of_a_finished_request_is_at_the_noise_floor(off: list[Exchange], server: Server, cases) -> None:
+def test_reuse_of_a_finished_request_is_at_the_noise_floor(
+    off: list[Exchange], server: Server, scenario: Scenario
+) -> None:
+    """The key, the state and the conv window that the tree keeps stand at the same token count, whatever is pending.
+
+    The difference to a run without a cache must be that of plain no_buffer: there the state is folded into the slot
+    token by token, and rounds otherwise than a prefill of all tokens.
+    """
+    cases = CASES[scenario.__name__]
     events = Events()
-    answers = cases(server)
-    table = CASES if cases is short_cases else MORE_CASES
+    answers = scenario(server)
     assert server.server_info()["mamba_radix_cache_strategy"] == "no_buffer"
-    for exchange in answers:
-        assert distance_to_transformers(server.model, exchange, tie=FP16) <= FP16
-    for (length, out), first, warm, cold in zip(table, answers[0::3], answers[1::3], answers[2::3], strict=True):
-        committed = length + out - 1
-        assert [first.hit, warm.hit, cold.hit] == [0, committed, 0]
-    folded = [event.folds[0][3] if event.folds else 0 for event in events.of("hand over")]
-    print("hand-overs folded", folded)
-    for _, out in table:
-        assert pending_at_finish(out) in folded
+    follow_transformers(server, answers)
+    same_answers(off, answers, ON_OFF)
+    folded = [event.folds[0][3] for event in events.of("hand over") if event.folds]
+    assert set(folded) >= {case.pending for case in cases}
     plain, ours = distances_to_cold(off), distances_to_cold(answers)
-    for case, without, with_plugin in zip(table, plain, ours, strict=True):
-        print(case, f"plain no_buffer {without:.4f}, with the plugin {with_plugin:.4f}")
-    for wanted, exchange in zip(off, answers, strict=True):
-        assert exchange.answer.ids == wanted.answer.ids and exchange.hit == wanted.hit
-        print("on = off", distance(wanted.answer, exchange.answer))
-    assert max(ours) <= max(2 * max(plain), 0.005)
+    for case, *both in zip(cases, plain, ours, strict=True):
+        print(case, case.pending, "pending; distance to cold of plain no_buffer and ours: {:.5f} {:.5f}".format(*both))
+    assert max(ours) <= max(1.5 * max(plain), 0.004)

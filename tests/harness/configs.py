@@ -27,16 +27,10 @@ TRACK_64 = ("--mamba-track-interval", "64")
 CONFIGS: dict[str, Config] = {
     # SGLang as it is (the plugin's kill switch set)
     "plain": Config(args=TRACK_64),
-    "plain-no-cache": Config(args=NO_CACHE),
-    "plain-no-buffer": Config(args=NO_BUFFER),
     "plain-deep": Config(model="qwen3-next-deep", args=TRACK_64),
     "plain-qwen3.5": Config(model="qwen3.5", args=TRACK_64),
-    "intree-no-buffer": Config(args=NO_BUFFER + REPLAY),
     # the plugin
     "plugin": Config(args=REPLAY + TRACK_64, plugin=True),
-    "plugin-default": Config(args=REPLAY, plugin=True),
-    "plugin-no-buffer": Config(args=NO_BUFFER + REPLAY, plugin=True),
-    "plugin-no-cache": Config(args=NO_CACHE + REPLAY, plugin=True),
     "plugin-deep": Config(model="qwen3-next-deep", args=REPLAY + TRACK_64, plugin=True),
     "plugin-qwen3.5": Config(model="qwen3.5", args=REPLAY + TRACK_64, plugin=True),
 }

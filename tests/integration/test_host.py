@@ -104,6 +104,12 @@ def test_every_configuration_names_a_tiny_model() -> None:
     assert {config.model for config in CONFIGS.values()} <= set(tiny.NAMES)
 
 
+def test_every_configuration_is_used() -> None:
+    files = Path(__file__).parent.rglob("test_*.py")
+    text = "".join(path.read_text() for path in files)
+    assert {name for name in CONFIGS if f'"{name}"' not in text} == set()
+
+
 def test_pool_refuses_unknown_names() -> None:
     with pytest.raises(KeyError):
         ServerPool().get("no such configuration")

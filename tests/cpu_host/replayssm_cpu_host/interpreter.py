@@ -7,7 +7,7 @@ environment before Triton is imported.
 from __future__ import annotations
 
 import functools
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -81,42 +81,46 @@ def _autotune_without_a_device() -> None:
 
 
 def _bind_builtins_late() -> None:
-    """Patch `triton.language` once per launch, and reach the builtins that escaped at import.
+    """Patch `triton.language` once per launch, fast, and reach the builtins that escaped at import.
 
-    A launch replaces the builtins in `triton.language` by interpreting ones and puts them back at its end.
-    Two things go wrong. A module that says `exp = tl.exp` keeps the original, which fails outside a compiler:
-    such names are replaced by a look-up at call time. And each device function called by a kernel patches
-    everything again, without ever restoring it, which is most of a launch's time.
+    A launch replaces the builtins in `triton.language` by interpreting ones and puts them back at its end. Two
+    things go wrong. A module that says `exp = tl.exp` keeps the original, which fails outside a compiler: such
+    names are replaced by a look-up at call time. And finding what to replace is most of a launch's time, again
+    for each device function a kernel calls, whose replacements nobody restores: here the launch itself replaces
+    everything, from a list made once.
     """
-    patch_lang = interpreter._patch_lang
-    patched: list[ModuleType] = []
-    scopes: list[Any] = []
+    both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # what a kernel's module may hold of the two
+    find = interpreter._patch_lang
+    changes: list[tuple[Any, str, Any, Any]] = []  # object, name, original, replacement
+    launch_runs = False
 
-    class Restore:
-        """What the outermost launch restores at its end; the launches within own nothing."""
-
-        def __init__(self, outermost: bool) -> None:
-            self.outermost = outermost
+    class Outermost:
+        """The patches of a launch."""
 
         def restore(self) -> None:
-            if self.outermost:
-                for scope in reversed(scopes):
-                    scope.restore()
-                scopes.clear()
-                patched.clear()
+            nonlocal launch_runs
+            launch_runs = False
+            for target, name, original, _ in reversed(changes):
+                if original is interpreter._MISSING:
+                    delattr(target, name)
+                else:
+                    setattr(target, name, original)
 
-    def patch_once(fn: Any) -> Restore:
+    def patch(fn: Any) -> Outermost | None:
+        nonlocal launch_runs
         _look_up_late(fn.__globals__)
-        outermost = not patched
-        # tl shows what is in tl.core: a kernel's module may hold either or both
-        languages = [v for v in fn.__globals__.values() if isinstance(v, ModuleType) and v in (tl, tl.core)]
-        new = [language for language in languages if language not in patched]
-        if new:
-            scopes.append(patch_lang(fn))
-            patched.extend(new)
-        return Restore(outermost)
+        if launch_runs:  # a device function: nobody looks at what it gets
+            return None
+        launch_runs = True
+        if changes:
+            for target, name, _, replacement in changes:
+                setattr(target, name, replacement)
+        else:
+            found = find(both)._changes
+            changes.extend((target, name, before, getattr(target, name)) for target, name, before in found)
+        return Outermost()
 
-    interpreter._patch_lang = patch_once
+    interpreter._patch_lang = patch
     libdevice.exp = _late("exp")  # for modules that bind it later
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import compare, demo, html, report
+from .accuracy import command as accuracy
 from .arms import BUILT_IN, DEFAULT_ARMS, Arm, load_config, select, split_args
 from .errors import BenchError
-from .hosts import host_profile, vocab_of
+from .hosts import host_profile, model_needs, vocab_of
 from .plot import plot
 from .runner import Benchmark, Results
 from .settings import Settings
@@ -89,7 +90,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="arms:\n"
         + "\n".join(f"  {a.name:12} {a.about}" for a in BUILT_IN.values())
-        + "\n\npython -m bench_rag compare A.json B.json compares two result files.",
+        + "\n\npython -m bench_rag compare A.json B.json compares two result files;"
+        + "\npython -m bench_rag accuracy compares what configurations say (its --help lists its options).",
     )
     what = p.add_argument_group("what to run")
     what.add_argument(
@@ -251,7 +253,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         workloads=workloads_of(options, model),
         vocab=options.token_ids or vocab_of(model),
         model=model,
-        profile=profile,
+        profile=model_needs(model, profile),
         overlap_starts=options.overlap_starts,
         server_args=[
             *(demo.server_args(profile) if options.demo else ()),
@@ -269,6 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["compare"]:
         return compare.main(words[1:])
+    if words[:1] == ["accuracy"]:
+        return accuracy.main(words[1:])
     options = parser().parse_args(_joined(words))
     try:
         settings = settings_of(options)

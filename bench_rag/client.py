@@ -18,6 +18,16 @@ from .errors import BenchError
 _LINE_LIMIT = 16 << 20
 
 
+@dataclass(frozen=True)
+class Completion:
+    """An answer as a whole: token ids and, where asked for, their log-probabilities (nats) and the prompt's."""
+
+    ids: list[int]
+    cached_tokens: int
+    logprobs: list[float]
+    prompt_logprobs: list[float]
+
+
 @dataclass
 class Reply:
     """What one request did, in seconds of :func:`time.perf_counter` and in tokens.
@@ -101,6 +111,48 @@ class Client:
         if reply.ok and reply.prompt_tokens != len(input_ids):
             reply.error = f"the server counted {reply.prompt_tokens} prompt tokens instead of {len(input_ids)}"
         return reply
+
+    async def complete(
+        self,
+        input_ids: list[int],
+        output_len: int,
+        *,
+        temperature: float = 0.0,
+        logprobs: bool = False,
+        score_from: int | None = None,
+    ) -> Completion:
+        """Exactly ``output_len`` tokens, not streamed. BenchError if the server fails or answers something else.
+
+        ``logprobs``: with the log-probability of each token. ``score_from``: with those of the prompt's tokens from
+        this position on, given what stands before them; the prefix cache then supplies nothing behind it.
+        """
+        body: dict[str, Any] = {
+            "input_ids": input_ids,
+            "sampling_params": {"temperature": temperature, "max_new_tokens": output_len, "ignore_eos": True},
+        }
+        if logprobs or score_from is not None:
+            body["return_logprob"] = True
+        if score_from is not None:
+            body["logprob_start_len"] = score_from
+        try:
+            async with self._open.post(f"{self.base_url}/generate", json=body) as response:
+                if response.status != 200:
+                    raise BenchError(f"the server answered HTTP {response.status}: {_short(await response.text())}")
+                reply = await response.json(content_type=None)
+            meta = reply["meta_info"]
+            # SGLang gives [log-probability, token id, text] for each; the first one asked for may have none.
+            answered, prompt = (
+                [float(entry[0]) for entry in meta.get(key) or () if entry[0] is not None]
+                for key in ("output_token_logprobs", "input_token_logprobs")
+            )
+            found = Completion(list(reply["output_ids"]), int(meta.get("cached_tokens") or 0), answered, prompt)
+        except (aiohttp.ClientError, asyncio.TimeoutError) as e:
+            raise BenchError(f"{self.base_url} gave no answer: {_reason(e)}") from e
+        except (ValueError, KeyError, TypeError, IndexError) as e:
+            raise BenchError(f"{self.base_url}/generate answered something else than expected: {e!r}") from e
+        if len(found.ids) != output_len or (logprobs and len(found.logprobs) != output_len):
+            raise BenchError(f"the server answered {len(found.ids)} tokens instead of {output_len}")
+        return found
 
     async def healthy(self, timeout: float = 30.0) -> bool:
         """Whether the server can generate; a server that is not there counts as not healthy.

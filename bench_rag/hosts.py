@@ -108,19 +108,40 @@ def vocab_of(model: str | None) -> Vocab:
     file to read.
     """
     default = Vocab()
-    size = _vocab_size(Path(model) / "config.json") if model else None
+    size = _vocab_size(model)
     if size is None:
         return default
     high = min(default.high, max(2, size * 4 // 5))
     return Vocab(min(default.low, high // 2), high)
 
 
-def _vocab_size(path: Path) -> int | None:
-    try:
-        config: Any = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
+def model_needs(model: str | None, profile: HostProfile) -> HostProfile:
+    """``profile`` with what a local model's config.json asks of a server beside it.
+
+    SGLang keeps convolution states in bfloat16 unless told otherwise, whatever the model's dtype; and on a CPU host
+    latent attention runs on the triton backend only.
+    """
+    config = _config(model)
+    args, env = profile.args, dict(profile.env)
+    if config.get("dtype", config.get("torch_dtype")) == "float16":
+        env["SGLANG_MAMBA_CONV_DTYPE"] = "float16"
+    if profile.name == "cpu" and config.get("kv_lora_rank"):
+        args = (*args, "--attention-backend", "triton")
+    return HostProfile(profile.name, args, env)
+
+
+def _vocab_size(model: str | None) -> int | None:
+    config = _config(model)
     for table in (config, config.get("text_config") or {}):
         if isinstance(table.get("vocab_size"), int):
             return int(table["vocab_size"])
     return None
+
+
+def _config(model: str | None) -> dict[str, Any]:
+    """A local model's config.json; empty where there is none to read."""
+    try:
+        found = json.loads((Path(model) / "config.json").read_text()) if model else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

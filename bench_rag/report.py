@@ -318,10 +318,10 @@ def as_json(settings: Settings, results: Results, closing: str = "") -> dict[str
 def write(settings: Settings, results: Results, closing: str = "", plot: str | None = None) -> None:
     """``results.json``, ``report.md`` and ``requests.jsonl`` (one line per request) in the output folder."""
     settings.out.mkdir(parents=True, exist_ok=True)
-    _replace(settings.out / "results.json", json.dumps(as_json(settings, results, closing), indent=1))
-    _replace(settings.out / "report.md", markdown(settings, results, plot, closing))
+    write_whole(settings.out / "results.json", json.dumps(as_json(settings, results, closing), indent=1))
+    write_whole(settings.out / "report.md", markdown(settings, results, plot, closing))
     lines = [json.dumps(_request(run, reply)) for run in results.runs for reply in run.replies]
-    _replace(settings.out / "requests.jsonl", "".join(line + "\n" for line in lines))
+    write_whole(settings.out / "requests.jsonl", "".join(line + "\n" for line in lines))
 
 
 def _samples(run: Run) -> list[dict[str, float]]:
@@ -350,10 +350,10 @@ def _request(run: Run, reply: Reply) -> dict[str, Any]:
     return line
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write whole or not at all: a benchmark that is killed leaves the previous file."""
     temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tokeniser:
-    """``name`` is for reports; ``encode`` adds no special tokens, so that encoded parts can be joined."""
+    """``name`` is for reports; ``encode`` adds no special tokens, so that encoded parts can be joined.
+
+    ``token_id``: the id of one token by its text, None for what is no token.
+    """
 
     name: str
     encode: Callable[[str], list[int]]
+    token_id: Callable[[str], int | None]
 
 
 @functools.lru_cache(maxsize=4)
@@ -33,7 +37,11 @@ def tokeniser(source: str, vocab: Vocab) -> Tokeniser:
     if not source:
         if vocab.high - vocab.low < 256:
             raise BenchError(f"text as bytes needs 256 token ids, and {vocab.low}:{vocab.high} holds fewer")
-        return Tokeniser("bytes", lambda text: [vocab.low + byte for byte in text.encode()])
+
+        def encode(text: str) -> list[int]:
+            return [vocab.low + byte for byte in text.encode()]
+
+        return Tokeniser("bytes", encode, lambda text: encode(text)[0] if len(text.encode()) == 1 else None)
     path = Path(source)
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
@@ -44,4 +52,8 @@ def tokeniser(source: str, vocab: Vocab) -> Tokeniser:
         loaded = Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises Exception itself, for a missing file as for a broken one
         raise BenchError(f"cannot read the tokenizer {path}: {e}") from e
-    return Tokeniser(path.resolve().parent.name, lambda text: loaded.encode(text, add_special_tokens=False).ids)
+    return Tokeniser(
+        path.resolve().parent.name,
+        lambda text: loaded.encode(text, add_special_tokens=False).ids,
+        loaded.token_to_id,
+    )

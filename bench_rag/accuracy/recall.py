@@ -1,8 +1,8 @@
 """Associative recall: facts stand in a text, and a question repeats a fact's key.
 
 A fact is ``<|fact|> key = value`` and a question ``<|ask|> key =``, whose answer is the value: keys of three
-characters, values of twenty, drawn at random, one token per character. An answer is longer than the ring of buffered decode, so
-that its end is decoded from a state that has been folded.
+characters, values of twenty, drawn at random, one token per character. An answer is longer than
+the ring of buffered decode, so that its end is decoded from a state that has been folded.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from ..errors import BenchError
 
+_DIGIT = re.compile(r"\d")
 HELD_OUT = 20  # one module in so many is never trained on
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "encodings"}  # the last is tables
 
@@ -40,5 +42,5 @@ def _library() -> Iterator[tuple[str, str]]:
             text = path.read_text(encoding="utf-8").strip() + "\n"
         except (OSError, UnicodeDecodeError):
             continue
-        if len(text) > 200 and sum(c.isdigit() for c in text) < len(text) / 4:
+        if len(text) > 200 and len(_DIGIT.findall(text)) < len(text) / 4:
             yield inside.as_posix(), text

@@ -27,7 +27,7 @@ from . import checkpoint, data, gdn, kda
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # said aloud, its threads and our processes go together
 MODELS: dict[str, ModuleType] = {"gdn": gdn, "kda": kda}
 # Share of the time, and tokens per sequence: most of it on short sequences, the end on what the models are for.
-LESSONS = ((0.62, 1024), (0.2, 4096), (0.18, 16384))
+LESSONS = ((0.15, 256), (0.45, 1024), (0.2, 4096), (0.2, 16384))
 _WARM_UP, _LAST = 0.04, 0.03  # share of the time until the full learning rate; what is left of it at the end
 
 
@@ -77,9 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("models", nargs="+", choices=tuple(MODELS))
     p.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for the checkpoint folders")
     p.add_argument("--seconds", type=float, default=75.0, help="training time per model (default 75)")
-    p.add_argument("--tokens", type=int, default=32768, help="tokens per step (default 32768)")
+    p.add_argument("--tokens", type=int, default=16384, help="tokens per step (default 16384)")
     p.add_argument("--longest", type=int, default=16384, help="most tokens per sequence (default 16384)")
-    p.add_argument("--rate", type=float, default=2e-3, help="largest learning rate (default 0.002)")
+    p.add_argument("--rate", type=float, default=3e-3, help="largest learning rate (default 0.003)")
     p.add_argument(
         "--modules", type=int, default=0, help="learn from so many modules of the library only (default all)"
     )

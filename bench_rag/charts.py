@@ -97,12 +97,12 @@ def first_tokens(settings: Settings, results: Results, workload: Workload) -> st
 def hits_over_time(settings: Settings, results: Results, workload: Workload) -> str:
     """Hit rate of all requests sent so far, over the first seed measured, and an infinite cache's on the same requests.
 
-    Empty if nothing was measured.
+    Empty if nothing was measured, or no endpoint reports its hits.
     """
     limit_drawn = False
     with _chart("seconds since the first request", "hit rate so far, %") as (axis, svg):
         for name, style in _lines(settings):
-            runs = _runs(results, name, workload)
+            runs = [r for r in _runs(results, name, workload) if "hit_rate" in r.figures]
             if not runs:
                 continue
             run = runs[0]

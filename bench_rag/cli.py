@@ -137,7 +137,28 @@ def parser() -> argparse.ArgumentParser:
         choices=("full", "light", "none"),
         help="a smaller run of the workload's shape, one tiny request, or nothing (default: full; light on a CPU)",
     )
-    how.add_argument("--no-flush", action="store_true", help="keep what is in the prefix cache before a run")
+    cache = how.add_mutually_exclusive_group()
+    cache.add_argument("--no-flush", action="store_true", help="keep what is in the prefix cache before a run")
+    cache.add_argument(
+        "--prime", action="store_true", help="send a run's requests once, unmeasured, after the flush before it"
+    )
+    how.add_argument(
+        "--ramp",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="let the requests in flight rise from 1 over S seconds; what is sent within them is not measured",
+    )
+    how.add_argument(
+        "--api",
+        choices=("native", "openai"),
+        default="native",
+        help="SGLang's /generate (default), or /v1/completions of any server",
+    )
+    how.add_argument("--served-model", default="", metavar="NAME", help="with --api openai (default: the first listed)")
+    how.add_argument(
+        "--prompts", choices=("ids", "text"), default="ids", help="send token ids (default), or text to be tokenised"
+    )
     how.add_argument(
         "--token-ids",
         type=_token_range,
@@ -217,11 +238,19 @@ def settings_of(options: argparse.Namespace) -> Settings:
     out = options.out or Path("results/bench_rag")
     if options.ttft_slo is not None and not options.ttft_slo > 0:
         raise BenchError(f"--ttft-slo is a time above 0 ms, got {options.ttft_slo:g}")
+    if not 0 <= options.ramp < float("inf"):
+        raise BenchError(f"--ramp is a time of at least 0 s, got {options.ramp:g}")
+    if options.served_model and options.api != "openai":
+        raise BenchError("--served-model goes with --api openai")
     common: dict[str, Any] = {
         "seeds": options.seeds,
         "out": out,
         "order": options.order,
-        "flush": not options.no_flush,
+        "cache": "keep" if options.no_flush else "prime" if options.prime else "flush",
+        "api": options.api,
+        "served_model": options.served_model,
+        "as_text": options.prompts == "text",
+        "ramp": options.ramp,
         "request_timeout": options.request_timeout,
         "start_timeout": options.start_timeout,
         "deadline": options.deadline,

@@ -15,7 +15,10 @@ from .errors import BenchError
 from .noise import compare
 
 # What should be the same on both sides; where it differs, the comparison says so above its figures.
-_CONDITIONS = ("machine", "model", "host_profile", "warmup", "flushed", "token_ids", "ttft_limit_ms")
+_CONDITIONS = (
+    *("machine", "model", "host_profile", "warmup", "cache", "ramp_s", "api", "prompts"),
+    *("token_ids", "ttft_limit_ms"),
+)
 
 
 def load(path: Path) -> dict[str, Any]:

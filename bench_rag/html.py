@@ -58,16 +58,18 @@ def _cards(
     cards = []
     for arm, style in zip(settings.arms, styles(settings), strict=True):
         summary = report.summarise(results, arm.name, workload.label)
-        if "hit_rate" not in summary:
-            cards.append({"arm": arm.name, "colour": style["color"], "hits": None})
+        if "ttft_ms_mean" not in summary:
+            cards.append({"arm": arm.name, "colour": style["color"], "measured": False})
             continue
+        hits = summary.get("hit_rate")
         cards.append(
             {
                 "arm": arm.name,
                 "colour": style["color"],
-                "hits": f"{100 * summary['hit_rate']:.1f}",
+                "measured": True,
+                "hits": None if hits is None else f"{100 * hits:.1f}",
                 "limit_text": f"{100 * report.mean_ceiling(results, workload.label):.1f}",
-                "width": 100 * summary["hit_rate"],
+                "width": 100 * (hits or 0.0),
                 "limit": 100 * report.mean_ceiling(results, workload.label),
                 "ttft": f"{summary['ttft_ms_mean']:.0f}",
                 "p99": f"{summary['ttft_ms_p99']:.0f}",

@@ -60,33 +60,42 @@ def steady_decode(replies: Sequence[Reply]) -> tuple[float, float] | None:
 def measure(replies: Sequence[Reply], *, steady: bool = False, ttft_limit: float | None = None) -> dict[str, Any]:
     """All figures of one run. Failed requests are counted, and left out of every other figure.
 
+    Requests sent within the ramp are left out of every figure but their own number. Where an endpoint does not report
+    cached tokens, there is no hit rate.
+
     ``steady`` adds the steady decode throughput, which only means something when all requests start together.
     ``ttft_limit`` (seconds) adds the goodput, requests per second whose first token came in time, and
     ``in_time``, their share of all requests, failed ones included.
     """
-    good = [r for r in replies if r.ok]
+    good = [r for r in replies if r.ok and not r.ramp]
     figures: dict[str, Any] = {
         "requests": len(good),
-        "failed": len(replies) - len(good),
+        "failed": sum(not r.ok for r in replies),
         "first_error": next((r.error for r in replies if not r.ok), ""),
     }
+    if any(r.ramp for r in replies):
+        figures["in_ramp"] = sum(r.ramp for r in replies)
     if not good:
         return figures
-    prompt, cached = sum(r.prompt_tokens for r in good), sum(r.cached_tokens for r in good)
+    prompt = sum(r.prompt_tokens for r in good)
     output = sum(r.events[-1][1] for r in good)
     seconds = max(r.ended for r in good) - min(r.sent for r in good)
     figures |= {
         "duration_s": seconds,
         "prompt_tokens": prompt,
-        "cached_tokens": cached,
         "output_tokens": output,
-        "hit_rate": cached / prompt,
-        "requests_without_hit": sum(1 for r in good if r.cached_tokens == 0),
         "request_throughput": len(good) / seconds,
         "prompt_throughput": prompt / seconds,
         "output_throughput": output / seconds,
         "client_wait_ms_mean": 1e3 * float(np.mean([r.waited for r in good])),
     }
+    told = [r.cached_tokens for r in good if r.cached_tokens is not None]
+    if len(told) == len(good):
+        figures |= {
+            "cached_tokens": sum(told),
+            "hit_rate": sum(told) / prompt,
+            "requests_without_hit": sum(tokens == 0 for tokens in told),
+        }
     tiers: dict[str, int] = {}
     for reply in good:
         for tier, tokens in reply.cached_by_tier.items():
@@ -96,7 +105,8 @@ def measure(replies: Sequence[Reply], *, steady: bool = False, ttft_limit: float
         figures |= {f"hit_rate_{tier}": tokens / prompt for tier, tokens in tiers.items()}
     if ttft_limit is not None:
         in_time = sum(ttft(r) <= ttft_limit for r in good)
-        figures |= {"goodput": in_time / seconds, "in_time": in_time / len(replies)}
+        asked = sum(not r.ramp for r in replies)
+        figures |= {"goodput": in_time / seconds, "in_time": in_time / asked}
     per_token = [t for r in good if (t := tpot(r)) is not None]
     figures |= _spread("ttft_ms", [ttft(r) for r in good])
     figures |= _spread("tpot_ms", per_token)
@@ -121,11 +131,17 @@ def _spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
 def equal_outputs(replies: Sequence[Reply], reference: Sequence[Reply]) -> float | None:
     """Share of requests that both sides answered whose output ids are identical; None if there are none.
 
+    Where an endpoint gives no ids, the texts count.
+
     In a conversation of several turns a difference changes every later prompt, so later turns usually differ too.
     """
     theirs: Mapping[tuple[int, int], Reply] = {(r.conversation, r.turn): r for r in reference if r.ok}
     both = [(r, theirs[r.conversation, r.turn]) for r in replies if r.ok and (r.conversation, r.turn) in theirs]
-    return sum(a.output_ids == b.output_ids for a, b in both) / len(both) if both else None
+    same = (
+        a.output_ids == b.output_ids if a.output_ids and b.output_ids else a.output_text == b.output_text
+        for a, b in both
+    )
+    return sum(same) / len(both) if both else None
 
 
 def average(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

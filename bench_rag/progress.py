@@ -30,6 +30,7 @@ class Progress:
         self._requests: tqdm[Any] | None = None
         self._name, self._planned, self._replies = "", 0, 0
         self._began = self._last_line = time.monotonic()
+        self._reported = True
         self._sums = dict.fromkeys(("answers", "failed", "prompt", "cached", "output", "ttft"), 0.0)
 
     def __enter__(self) -> Progress:
@@ -55,14 +56,15 @@ class Progress:
         self._close_requests()
         self._name, self._planned, self._replies = name, requests, 0
         self._began = self._last_line = time.monotonic()
-        self._sums = dict.fromkeys(self._sums, 0.0)
+        self._sums, self._reported = dict.fromkeys(self._sums, 0.0), True
         self._requests = tqdm(total=requests, desc=name, unit="req", position=1, leave=False, **self._style)
 
     def reply(self, reply: Reply) -> None:
         """A request of the current run ended."""
         self._replies += 1
         if reply.ok:
-            found = (1, 0, reply.prompt_tokens, reply.cached_tokens, reply.events[-1][1], measures.ttft(reply))
+            found = (1, 0, reply.prompt_tokens, reply.cached_tokens or 0, reply.events[-1][1], measures.ttft(reply))
+            self._reported &= reply.cached_tokens is not None
         else:
             found = (0, 1, 0, 0, 0, 0.0)
         for name, value in zip(self._sums, found, strict=True):
@@ -86,7 +88,8 @@ class Progress:
         parts = []
         if s["answers"]:
             seconds = max(time.monotonic() - self._began, 1e-9)
-            parts.append(f"hits {100 * s['cached'] / s['prompt']:.1f}%")
+            hits = f"{100 * s['cached'] / s['prompt']:.1f}%" if self._reported else "not reported"
+            parts.append(f"hits {hits}")
             parts.append(f"TTFT {1e3 * s['ttft'] / s['answers']:.0f} ms")
             parts.append(f"{s['output'] / seconds:.0f} tok/s")
         if s["failed"]:

@@ -142,7 +142,7 @@ def _one_line(titles: Sequence[str]) -> list[str]:
 
 def _cell(summary: Mapping[str, Any], column: _Column) -> str:
     if column.figure not in summary:
-        return "-"
+        return "not reported" if summary and column.figure == "hit_rate" else "-"
     text = f"{column.factor * summary[column.figure]:.{column.decimals}f}"
     spread = summary.get(f"{column.figure}_sd")
     return text if spread is None else f"{text} ± {column.factor * spread:.{column.decimals}f}"
@@ -152,6 +152,8 @@ def title(settings: Settings, results: Results, workload: Workload) -> str:
     """One line that says what the workload was and how high its hit rate could be."""
     sizes = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in describe(workload).items() if k not in ("kind", "label"))
     text = f"{workload.label}: {sizes}; seeds {', '.join(map(str, settings.seeds))}"
+    if load := results.loads.get(workload.label):
+        text += f". Load: {load}"
     if isinstance(workload, Burst):
         return text
     facts = ", ".join(f"{k} {v}" for k, v in results.facts.get(workload.label, {}).items())
@@ -223,9 +225,12 @@ def _arm_rows(settings: Settings, results: Results) -> list[list[str]]:
 
 def method(settings: Settings) -> list[str]:
     """How the figures came about, a Markdown list item each."""
-    flush = "The prefix cache is flushed before every run." if settings.flush else "Not flushed."
     return [
-        f"- Arms are run {settings.order} over the seeds; warm-up: {settings.warmup}. {flush}",
+        f"- Arms are run {settings.order} over the seeds; warm-up: {_WARMUPS[settings.warmup]}.",
+        f"- {_CACHE[settings.cache]}",
+        *_ramp_method(settings),
+        f"- Prompts went out as {'text' if settings.as_text else 'token ids'} to {_ENDPOINTS[settings.api]}.",
+        *(_TEXT_METHOD if settings.as_text else ()),
         "- Hits are cached over prompt tokens, as the server reports them per request. The ceiling is an infinite "
         "cache that keeps every earlier prompt and answer and is ready at once.",
         "- Times run from the moment a request is sent. A request held back by the client's own concurrency limit "
@@ -238,6 +243,32 @@ def method(settings: Settings) -> list[str]:
         "differ, one leaves its interval by chance.",
         *_goodput_method(settings),
         "- Steady tok/s counts tokens between the last request's first token and the first request's last.",
+    ]
+
+
+_WARMUPS = {
+    "full": "a smaller run of the workload's shape, other prompts",
+    "light": "one tiny request",
+    "none": "none",
+}
+_CACHE = {
+    "flush": "The prefix cache is flushed before every measured run.",
+    "keep": "The prefix cache is not flushed: whatever came before is still in it.",
+    "prime": "Before every measured run the prefix cache is flushed and the run's requests are sent once, unmeasured.",
+}
+_ENDPOINTS = {"native": "SGLang's /generate", "openai": "/v1/completions"}
+_TEXT_METHOD = (
+    "- Lengths in tokens are the server's own count of the text. The ceilings count the planned tokens: those of the "
+    "tokenizer named above for real text, one per made-up word otherwise.",
+)
+
+
+def _ramp_method(settings: Settings) -> list[str]:
+    if not settings.ramp:
+        return ["- No ramp: every request is measured, from the first one."]
+    return [
+        f"- Ramp: the limit on requests in flight rises from 1 over {settings.ramp:g} s; requests sent within them are "
+        "in no figure."
     ]
 
 
@@ -257,12 +288,20 @@ def as_json(settings: Settings, results: Results, closing: str = "") -> dict[str
         "host_profile": settings.profile.name,
         "order": settings.order,
         "warmup": settings.warmup,
-        "flushed": settings.flush,
+        "cache": settings.cache,
+        "ramp_s": settings.ramp,
+        "api": settings.api,
+        "prompts": "text" if settings.as_text else "ids",
         "ttft_limit_ms": None if settings.ttft_limit is None else 1e3 * settings.ttft_limit,
         "seeds": list(settings.seeds),
         "token_ids": [settings.vocab.low, settings.vocab.high],
         "workloads": [
-            {**describe(w), "ceiling": results.ceilings[w.label], "facts": results.facts.get(w.label, {})}
+            {
+                **describe(w),
+                "ceiling": results.ceilings[w.label],
+                "load": results.loads.get(w.label),
+                "facts": results.facts.get(w.label, {}),
+            }
             for w in settings.workloads
         ],
         "arms": [
@@ -342,6 +381,7 @@ def _request(run: Run, reply: Reply) -> dict[str, Any]:
         "waited_s": round(reply.waited, 6),
         "prompt_tokens": reply.prompt_tokens,
         "cached_tokens": reply.cached_tokens,
+        "in_ramp": reply.ramp,
         "error": reply.error,
     }
     if reply.ok:

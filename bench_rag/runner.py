@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import measures
@@ -70,7 +70,7 @@ class Results:
     """Everything a report needs.
 
     ``ceilings``: hit rate of an infinite cache by workload and seed; ``request_ceilings``: the same request by request,
-    see :func:`bench_rag.ceiling.ceilings`. ``facts``: of the first seed's plan, by workload.
+    see :func:`bench_rag.ceiling.ceilings`. ``facts`` and ``loads``: of the first seed's plan, by workload.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -78,6 +78,7 @@ class Results:
     ceilings: dict[str, dict[int, float]] = field(default_factory=dict)
     request_ceilings: dict[tuple[str, int], dict[tuple[int, int], tuple[int, int]]] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    loads: dict[str, str] = field(default_factory=dict)
     commands: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -101,6 +102,7 @@ class Benchmark:
                 limits[seed] = share(by_request.values())
                 self.results.request_ceilings[workload.label, seed] = by_request
                 self.results.facts.setdefault(workload.label, plan.facts)
+                self.results.loads.setdefault(workload.label, plan.load)
 
     def run(self) -> Results:
         """Measure every arm; an arm that fails is recorded, and the others go on."""
@@ -133,7 +135,7 @@ class Benchmark:
 
     async def _measure(self, visit: Visit, url: str, server: Server | None, lineup: Lineup, progress: Progress) -> None:
         s, arm = self.settings, visit.arm
-        async with Client(url, s.request_timeout) as client:
+        async with Client(url, s.request_timeout, s.api, s.served_model) as client:
             started = None
             if server is not None:
                 started = await server.ready(
@@ -142,6 +144,7 @@ class Benchmark:
                 progress.say(f"{arm.name}: server up after {started:.0f} s")
             elif not await client.healthy():
                 raise BenchError(f"no healthy server answers at {url}")
+            await client.choose_model()
             facts = _facts(await client.server_info(), started)
             _check_plugin(arm, facts)
             await lineup.settle()
@@ -150,8 +153,10 @@ class Benchmark:
                 await self._warm_up(client, workload, server, progress)
                 for seed in visit.seeds:
                     name = f"{arm.name} {workload.label} seed {seed}"
-                    replies, samples = await self._one_run(client, workload, seed, name, progress)
+                    replies, samples = await self._one_run(client, workload, seed, name, server, progress)
                     await _check_replies(replies, name, server)
+                    if all(r.ramp for r in replies if r.ok):
+                        raise BenchError(f"every request of {name} was sent within the ramp of {s.ramp:g} s")
                     figures = measures.measure(replies, steady=isinstance(workload, Burst), ttft_limit=s.ttft_limit)
                     figures |= occupancy(samples)
                     self.results.runs.append(Run(arm.name, workload.label, seed, figures, facts, replies, samples))
@@ -165,19 +170,24 @@ class Benchmark:
         light = Burst(batch=1, prompt_len=8, output_len=2)
         warm = light if self.settings.warmup == "light" else workload.warmup()
         progress.phase(f"warming up {workload.label}")
-        replies = await drive(client, warm.plan(_WARMUP_SEED, self.settings.vocab))
+        replies = await drive(client, warm.plan(_WARMUP_SEED, self.settings.vocab), as_text=self.settings.as_text)
         await _check_replies(replies, f"the warm-up of {workload.label}", server)
 
     async def _one_run(
-        self, client: Client, workload: Workload, seed: int, name: str, progress: Progress
+        self, client: Client, workload: Workload, seed: int, name: str, server: Server | None, progress: Progress
     ) -> tuple[list[Reply], list[Sample]]:
-        plan = workload.plan(seed, self.settings.vocab)
-        if self.settings.flush:
+        s = self.settings
+        plan = workload.plan(seed, s.vocab)
+        if s.cache != "keep":
             await client.flush()
+        if s.cache == "prime":
+            progress.phase(f"priming for {name}")
+            at_once = replace(plan, conversations=[replace(c, arrival=0.0) for c in plan.conversations])
+            await _check_replies(await drive(client, at_once, as_text=s.as_text), f"the priming of {name}", server)
         progress.phase(name)
         progress.begin(name, plan.requests)
         async with sampled(client) as samples:
-            replies = await drive(client, plan, progress.reply)
+            replies = await drive(client, plan, progress.reply, as_text=s.as_text, ramp=s.ramp)
         return replies, samples
 
     def _compare_outputs(self) -> None:

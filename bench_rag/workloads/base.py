@@ -20,11 +20,31 @@ class Turn:
     """``new_ids``: token ids appended to the history. ``output_len``: tokens to generate, exactly.
 
     ``pause``: seconds from the end of the previous turn's answer until this turn is sent, such as a tool's run time.
+    ``text``: what ``new_ids`` stand for, empty where they were drawn; see :meth:`spoken`.
     """
 
     new_ids: list[int]
     output_len: int
     pause: float = 0.0
+    text: str = ""
+
+    def spoken(self) -> str:
+        """The turn as text: its own, or one made-up word per drawn token id, so that texts share what ids share."""
+        return self.text or "".join(map(_word, self.new_ids))
+
+
+_SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnprstvwxyz" for vowel in "aeiou"]
+
+
+def _word(token: int) -> str:
+    """A word of its own for every token id, and a space."""
+    word = ""
+    while True:
+        token, syllable = divmod(token, len(_SYLLABLES))
+        word += _SYLLABLES[syllable]
+        if not token:
+            return word + " "
+        token -= 1
 
 
 @dataclass(frozen=True)
@@ -50,6 +70,16 @@ class Plan:
     def requests(self) -> int:
         """Number of requests (turns) in the whole plan."""
         return sum(len(c.turns) for c in self.conversations)
+
+    @property
+    def load(self) -> str:
+        """What decides when a request is sent, in words."""
+        most = f"at most {self.concurrency} requests in flight"
+        last = max((c.arrival for c in self.conversations), default=0.0)
+        if not last:
+            return f"closed loop, {most}"
+        arrivals = "recorded" if str(self.facts.get("arrivals", "")).startswith("recorded") else "Poisson"
+        return f"open loop, {arrivals} arrivals over {last:.1f} s, {most}"
 
 
 @dataclass(frozen=True)
@@ -137,9 +167,17 @@ def poisson_arrivals(count: int, rate: float, rng: random.Random) -> list[float]
 
 
 def single_turn_plan(
-    prompts: Sequence[list[int]], output_len: int, rate: float, concurrency: int, rng: random.Random
+    prompts: Sequence[list[int]],
+    output_len: int,
+    rate: float,
+    concurrency: int,
+    rng: random.Random,
+    texts: Sequence[str] | None = None,
 ) -> Plan:
-    """One conversation of one turn per prompt, in the given order, with Poisson arrivals."""
+    """One conversation of one turn per prompt, in the given order, with Poisson arrivals; ``texts``: one per prompt."""
     arrivals = poisson_arrivals(len(prompts), rate, rng)
-    conversations = [Conversation([Turn(ids, output_len)], at) for ids, at in zip(prompts, arrivals, strict=True)]
+    conversations = [
+        Conversation([Turn(ids, output_len, text=text)], at)
+        for ids, text, at in zip(prompts, texts or [""] * len(prompts), arrivals, strict=True)
+    ]
     return Plan(conversations, concurrency)

@@ -81,7 +81,7 @@ class RetrievedRag:
         topics = rng.sample(askable, min(self.topics, len(askable)))
         weights = [1 / (i + 1) ** self.zipf_alpha for i in range(len(topics))]
         system = words.encode(_SYSTEM)
-        prompts, used, found = [], set(), 0
+        prompts, spoken, used, found = [], [], set(), 0
         for topic in rng.choices(topics, weights, k=self.requests):
             question = _question(passages[topic], rng)
             best = retriever.best(question, needed)
@@ -89,7 +89,8 @@ class RetrievedRag:
             used.update(best)
             chosen = sorted(best) if self.document_order == "canonical" else best
             prompts.append([*system, *(t for i in chosen for t in passages[i].ids), *words.encode(question)])
-        plan = single_turn_plan(prompts, self.output_len, self.request_rate, self.concurrency, rng)
+            spoken.append("".join([_SYSTEM, *(passages[i].body for i in chosen), question]))
+        plan = single_turn_plan(prompts, self.output_len, self.request_rate, self.concurrency, rng, spoken)
         sizes = sorted(len(p.ids) for p in passages)
         facts = {
             "corpus": Path(self.corpus).resolve().name if self.corpus else "Python's documentation strings",

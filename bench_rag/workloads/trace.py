@@ -89,7 +89,7 @@ class TraceReplay:
         if exchange.answer_text and words is not None:
             size = max(1, len(words.encode(exchange.answer_text)))
         size = size or self.output_len
-        return Turn(ids, min(size, self.trace_output_len) if self.trace_output_len else size)
+        return Turn(ids, min(size, self.trace_output_len) if self.trace_output_len else size, text=exchange.text)
 
     def warmup(self) -> TraceReplay:
         # As fast as any of it can come; recorded times would make the warm-up wait for them.

@@ -17,9 +17,9 @@ class Settings:
 
     ``order`` is ``interleaved`` or ``grouped`` (see :func:`visits`), ``warmup`` is ``full``, ``light`` or ``none``.
     ``deadline``: seconds from the beginning after which no further server is started. ``ttft_limit``: seconds within
-    which a first token is in time, None for no goodput. ``api``, ``served_model`` and ``as_text``: see :class:`~bench_rag.client.Client`
-    and :func:`~bench_rag.driver.drive`, as for ``ramp``. ``cache``: what happens to the prefix cache before a measured
-    run: ``flush``, ``keep``, or ``prime`` (flush, then send the run's requests once, unmeasured).
+    which a first token is in time, None for no goodput. ``api``, ``served_model``: see :class:`.client.Client`.
+    ``as_text``, ``ramp``: see :func:`bench_rag.driver.drive`. ``cache``: what happens to the prefix cache before a
+    measured run: ``flush``, ``keep``, or ``prime`` (flush, then send the run's requests once, unmeasured).
     With ``url`` a running server is measured, and ``model``, ``profile``, ``server_args``, ``server_env``,
     ``overlap_starts`` and ``start_timeout`` play no part.
     """

@@ -34,6 +34,7 @@ def save(folder: Path, config: dict[str, Any], model: nn.Module, tokenizer: Toke
         raise ValueError(f"{size} bytes of weights, more than the {MOST_BYTES} that the repository takes")
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # the library writes it for its owner alone
     _write(folder / "config.json", config)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     settings = dict(

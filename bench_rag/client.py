@@ -152,7 +152,7 @@ class Client:
                 listed = (await r.json(content_type=None))["data"]
             self._model = str(listed[0]["id"])
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, IndexError, TypeError) as e:
-            raise BenchError(f"{self.base_url}/v1/models names no model: name it with --model") from e
+            raise BenchError(f"{self.base_url}/v1/models names no model: name it with --served-model") from e
 
     async def complete(
         self,

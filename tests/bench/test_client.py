@@ -48,6 +48,54 @@ def test_reply_carries_times_tokens_and_hits(incremental):
     assert measures.tpot(reply) == pytest.approx(sum(gaps) / 4)
 
 
+def ask_openai(fake: FakeSglang, prompt: list[int] | str, output_len: int, name: str = "") -> Reply:
+    async def go() -> Reply:
+        async with fake as url, Client(url, 30.0, "openai", name) as client:
+            await client.choose_model()
+            return await client.generate(prompt, output_len)
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize("incremental", [False, True], ids=["repeated", "incremental"])
+def test_text_goes_out_and_comes_back(incremental):
+    fake = FakeSglang(events=[(0.0, 1), (0.0, 2)], cached=[2], incremental=incremental)
+    reply = ask(fake, "a bb ccc", 3)
+    assert reply.ok and fake.prompts == ["a bb ccc"] and reply.prompt_tokens == 3 and reply.cached_tokens == 2
+    assert reply.output_ids == [6, 7, 8] and reply.output_text == "w6 w7 w8 "
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], "a bb ccc"], ids=["ids", "text"])
+def test_openai_endpoint_of_sglang(prompt):
+    fake = FakeSglang(events=[(0.2, 1), (0.1, 1), (0.1, 3)], cached=[2])
+    reply = ask_openai(fake, prompt, 5)
+    assert reply.ok and fake.prompts == [prompt] and fake.bodies[0]["model"] == "the-model"
+    assert (reply.prompt_tokens, reply.cached_tokens, reply.cached_by_tier) == (3, 2, {"device": 2, "host": 0})
+    assert reply.output_ids == [6, 7, 8, 9, 10] and reply.output_text == "w6 w7 w8 w9 w10 "
+    assert [tokens for _, tokens in reply.events] == [1, 2, 5] and 0.2 <= measures.ttft(reply) < 0.2 + LATE
+
+
+@pytest.mark.parametrize("report", [False, True], ids=["no hits", "hits"])
+def test_openai_endpoint_of_another_server(report):
+    """No ids, no counts before the end: an event per piece of text, tokens spread over them; hits may be missing."""
+    fake = FakeSglang(events=[(0.0, 2), (0.1, 2), (0.1, 2)], cached=[1], foreign=True, cache_report=report)
+    reply = ask_openai(fake, "a bb", 6, "mine")
+    assert reply.ok and fake.bodies[0]["model"] == "mine" and reply.output_ids == []
+    assert [tokens for _, tokens in reply.events] == [2, 4, 6]
+    assert reply.cached_tokens == (1 if report else None)
+    figures = measures.measure([reply])
+    assert figures.get("hit_rate") == (0.5 if report else None) and figures["output_tokens"] == 6
+
+
+def test_an_endpoint_that_names_no_model_says_so():
+    async def go() -> None:
+        async with Client("http://127.0.0.1:9", api="openai") as client:
+            await client.choose_model()
+
+    with pytest.raises(BenchError, match="names no model: name it with --served-model"):
+        asyncio.run(go())
+
+
 def test_short_answer_is_a_failure():
     assert ask(FakeSglang(events=[(0, 2)]), [1], 5).error == "2 output tokens instead of 5"
 
@@ -111,6 +159,55 @@ def test_later_turns_repeat_the_answer():
     third = [*second, 17, 18, 8, 9]
     assert fake.prompts == [first, second, third]
     assert [(r.conversation, r.turn, r.prompt_tokens) for r in replies] == [(0, 0, 2), (0, 1, 5), (0, 2, 9)]
+
+
+def test_later_turns_repeat_the_text_of_the_answer():
+    fake = FakeSglang(events=[(0, 1), (0, 1)])
+    plan = Plan([Conversation([Turn([0], 2, text="a bb "), Turn([7], 2)])], concurrency=1)
+
+    async def go() -> list[Reply]:
+        async with fake as url, Client(url) as client:
+            return await drive(client, plan, as_text=True)
+
+    replies = asyncio.run(go())
+    assert fake.prompts == ["a bb ", f"a bb w3 w4 {Turn([7], 2).spoken()}"] and all(r.ok for r in replies)
+
+
+def test_a_conversation_needs_the_answer_in_the_form_it_goes_on_in():
+    plan = Plan([Conversation([Turn([1], 2), Turn([7], 2)])], concurrency=1)
+
+    async def go() -> list[Reply]:
+        async with FakeSglang(events=[(0, 2)], foreign=True) as url, Client(url, api="openai", model="m") as client:
+            return await drive(client, plan)
+
+    (reply,) = asyncio.run(go())
+    assert reply.error == "the answer came without its token ids: send text (--prompts text)"
+
+
+def test_words_share_what_ids_share():
+    a, b = Turn([5, 300, 29_999], 1).spoken(), Turn([5, 300, 0], 1).spoken()
+    assert a.split()[:2] == b.split()[:2] and a.split()[2] != b.split()[2]
+    words = {Turn([i], 1).spoken() for i in range(30_000)}
+    assert len(words) == 30_000 and all(w.endswith(" ") and w.strip().isalpha() for w in words)
+
+
+def test_ramp_raises_the_limit_evenly_and_marks_what_is_sent_in_it():
+    fake = FakeSglang(events=[(0.1, 1)])
+    plan = Plan([Conversation([Turn([i], 1)]) for i in range(30)], concurrency=3)
+
+    async def go() -> list[Reply]:
+        async with fake as url, Client(url) as client:
+            return await drive(client, plan, ramp=0.6)
+
+    replies = asyncio.run(go())
+    began = min(r.sent for r in replies)
+    assert fake.most_in_flight == 3 and all(r.ok for r in replies)
+    early = [r for r in replies if r.sent - began < 0.15]
+    assert 1 <= len(early) <= 2  # one at a time at first; three at once would have sent six
+    assert {r.ramp for r in replies if r.sent - began < 0.5} == {True}
+    assert not replies[-1].ramp
+    figures = measures.measure(replies)
+    assert figures["in_ramp"] == sum(r.ramp for r in replies) and figures["requests"] == 30 - figures["in_ramp"]
 
 
 def test_conversation_ends_at_its_first_failure():

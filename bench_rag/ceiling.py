@@ -57,14 +57,22 @@ def _common(edge: list[int], ids: list[int], at: int) -> int:
     return equal
 
 
-def ceilings(plan: Plan) -> dict[tuple[int, int], tuple[int, int]]:
+def ceilings(plan: Plan, primed: bool = False) -> dict[tuple[int, int], tuple[int, int]]:
     """By conversation and turn: the tokens an infinite cache would supply, and all tokens of that prompt.
 
     Every earlier prompt counts from the moment it is sent, every earlier answer from the moment it ends, to the token.
     A prompt's last token is always computed, and so is an answer's last token if a later turn repeats it. Answers
-    stand in as tokens that nothing else equals, so the figure depends on the plan alone, not on a server.
+    stand in as tokens that nothing else equals, so the figure depends on the plan alone, not on a server. ``primed``:
+    all of the plan has been served once before.
     """
-    cache, unique = _Tree(), -1
+    cache = _Tree()
+    if primed:
+        _serve(plan, cache)
+    return _serve(plan, cache)
+
+
+def _serve(plan: Plan, cache: _Tree) -> dict[tuple[int, int], tuple[int, int]]:
+    unique = -1
     found: dict[tuple[int, int], tuple[int, int]] = {}
     history: list[list[int]] = [[] for _ in plan.conversations]
     for turn_number in range(max((len(c.turns) for c in plan.conversations), default=0)):

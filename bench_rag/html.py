@@ -28,7 +28,7 @@ def page(settings: Settings, results: Results, closing: str = "") -> str:
         batches=_picture(charts.throughput_by_batch(settings, results)),
         arms_table=Markup(report.arms_table(settings, results, "html")),
         failures=results.failures,
-        method=[line.removeprefix("- ") for line in report.method(settings)],
+        method=[line.removeprefix("- ") for line in report.method(settings, results)],
     )
 
 
@@ -54,7 +54,7 @@ def _section(settings: Settings, results: Results, workload: Workload) -> dict[s
 def _cards(
     settings: Settings, results: Results, workload: Workload, compared: dict[str, list[Difference]]
 ) -> list[dict[str, Any]]:
-    """Per arm its hit rate and mean TTFT as large figures, and how the hit rate stands to the first arm's."""
+    """Per arm its hit rate and mean TTFT as large figures, both ceilings, and how it stands to the first arm."""
     cards = []
     for arm, style in zip(settings.arms, styles(settings), strict=True):
         summary = report.summarise(results, arm.name, workload.label)
@@ -71,6 +71,7 @@ def _cards(
                 "limit_text": f"{100 * report.mean_ceiling(results, workload.label):.1f}",
                 "width": 100 * (hits or 0.0),
                 "limit": 100 * report.mean_ceiling(results, workload.label),
+                "budget": 100 * summary["budget_hit_rate"] if "budget_hit_rate" in summary else None,
                 "ttft": f"{summary['ttft_ms_mean']:.0f}",
                 "p99": f"{summary['ttft_ms_p99']:.0f}",
                 "note": next(

@@ -42,6 +42,10 @@ def plot(settings: Settings, results: Results, path: Path) -> Path:
                 fontsize=8,
                 color="0.35",
             )
+            for x, arm in enumerate(settings.arms):
+                if best := summarise(results, arm.name, workload.label).get("budget_hit_rate"):
+                    left.hlines(100 * best, x - 0.36, x + 0.36, color="#c9782b", linewidth=1.6)
+            left.set_title("orange: the most its pools allow", loc="right", fontsize=8, color="0.35")
             left.set_ylim(0, 112)
             _latency(right, settings, results, workload, "ttft_ms", "time to first token, ms")
         left.set_title(workload.label, loc="left", fontsize=10, fontweight="bold")

@@ -41,6 +41,7 @@ _COMMON = (
     _Column("tok/s\nout", "output_throughput", 1, 1),
     _Column("\nin", "prompt_throughput", 1, 0),
 )
+_BUDGET = _Column("budget\nceiling %", "budget_hit_rate", 100, 1)
 _PREFIX = (_Column("hits\n%", "hit_rate", 100, 1), *_COMMON)
 _BURST = (_Column("steady\ntok/s", "steady_throughput", 1, 1), *_COMMON)
 # Only shown where some arm has the figure (and, for tiers, where something came from it).
@@ -93,6 +94,8 @@ def _columns(settings: Settings, results: Results, workload: Workload) -> list[_
     """The columns that have something to show."""
     found = [summarise(results, arm.name, workload.label) for arm in settings.arms]
     columns = list(_BURST if isinstance(workload, Burst) else _PREFIX)
+    if not isinstance(workload, Burst) and any(_BUDGET.figure in summary for summary in found):
+        columns.insert(1, _BUDGET)
     columns += [c for c in _OPTIONAL if any(c.figure in summary for summary in found)]
     if any(summary.get(c.figure) for summary in found for c in _TIERS[1:]):
         columns += _TIERS
@@ -190,7 +193,7 @@ def markdown(settings: Settings, results: Results, plot: str | None = None, clos
     lines += [arms_table(settings, results, "github"), ""]
     for failure in results.failures:
         lines += [f"`{failure.arm}` failed: {failure.sentence}", "", "```", failure.detail, "```", ""]
-    lines += ["## Method", "", *method(settings), ""]
+    lines += ["## Method", "", *method(settings, results), ""]
     return "\n".join(lines)
 
 
@@ -223,7 +226,14 @@ def _arm_rows(settings: Settings, results: Results) -> list[list[str]]:
     return rows
 
 
-def method(settings: Settings) -> list[str]:
+_BUDGET_METHOD = (
+    "- The ceiling of the budget is what a clairvoyant cache could supply with the server's own slots and KV tokens, "
+    "requests one after another in the order in which they were sent: a proven upper bound (a linear program), not a "
+    "schedule that is known to exist. States may stand at every token, and requests do not overlap.",
+)
+
+
+def method(settings: Settings, results: Results) -> list[str]:
     """How the figures came about, a Markdown list item each."""
     return [
         f"- Arms are run {settings.order} over the seeds; warm-up: {_WARMUPS[settings.warmup]}.",
@@ -233,6 +243,7 @@ def method(settings: Settings) -> list[str]:
         *(_TEXT_METHOD if settings.as_text else ()),
         "- Hits are cached over prompt tokens, as the server reports them per request. The ceiling is an infinite "
         "cache that keeps every earlier prompt and answer and is ready at once.",
+        *(_BUDGET_METHOD if any(_BUDGET.figure in r.figures for r in results.runs) else ()),
         "- Times run from the moment a request is sent. A request held back by the client's own concurrency limit "
         "has not been sent yet; the JSON has that wait as `client_wait_ms_mean`.",
         "- TPOT is per request, after the first event; ITL is per token. Percentiles interpolate linearly.",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import measures
 from .arms import REPLAY_FLAG, Arm
+from .budget import MOST_REQUESTS, bound, passages
 from .ceiling import ceilings, share
 from .client import Client, Reply
 from .driver import drive
@@ -20,7 +21,7 @@ from .metrics import Sample, occupancy, sampled
 from .progress import Progress
 from .server import Server
 from .settings import Settings, Visit, visits
-from .workloads import Burst, Workload
+from .workloads import Burst, Plan, Workload
 
 # Fields of /server_info that say what a server really runs.
 _FACTS = (
@@ -98,7 +99,7 @@ class Benchmark:
             limits = self.results.ceilings.setdefault(workload.label, {})
             for seed in settings.seeds:
                 plan = workload.plan(seed, settings.vocab)
-                by_request = ceilings(plan)
+                by_request = ceilings(plan, settings.cache == "prime")
                 limits[seed] = share(by_request.values())
                 self.results.request_ceilings[workload.label, seed] = by_request
                 self.results.facts.setdefault(workload.label, plan.facts)
@@ -159,6 +160,7 @@ class Benchmark:
                         raise BenchError(f"every request of {name} was sent within the ramp of {s.ramp:g} s")
                     figures = measures.measure(replies, steady=isinstance(workload, Burst), ttft_limit=s.ttft_limit)
                     figures |= occupancy(samples)
+                    figures |= _budget(workload.plan(seed, s.vocab), replies, facts, s)
                     self.results.runs.append(Run(arm.name, workload.label, seed, figures, facts, replies, samples))
                     self._compare_outputs()
                     self._on_run(self.results)
@@ -201,11 +203,33 @@ class Benchmark:
                     run.figures["equal_outputs"] = share
 
 
+def _budget(plan: Plan, replies: Sequence[Reply], facts: Mapping[str, Any], settings: Settings) -> dict[str, float]:
+    """The best hit rate that this server's pools allowed in this run; empty where they are not known or do not bind.
+
+    Text has no lengths that the client knows, and a cache that was not flushed holds what the client does not know.
+    """
+    slots, tokens = facts.get("max_mamba_cache_size"), facts.get("max_total_num_tokens")
+    if settings.as_text or settings.cache == "keep" or not isinstance(slots, int) or not isinstance(tokens, int):
+        return {}
+    sent = sorted((r for r in replies if r.ok), key=lambda r: r.sent)
+    order = [(r.conversation, r.turn) for r in sent]
+    counted = {i for i, r in enumerate(sent) if not r.ramp}
+    if settings.cache == "prime":
+        counted = {len(order) + i for i in counted}
+        order = order + order
+    if len(order) > MOST_REQUESTS:
+        return {}
+    best = bound(passages(plan, order), slots, tokens, counted)
+    return {} if best is None else {"budget_hit_rate": best}
+
+
 def _facts(info: Mapping[str, Any], started: float | None) -> dict[str, Any]:
     """The part of /server_info worth keeping, and the seconds the server took to start."""
     facts = {k: info[k] for k in _FACTS if k in info}
     state = (info.get("internal_states") or [{}])[0]
     if isinstance(state, dict):
+        # What the server was started with may leave sizes open; its scheduler knows them.
+        facts |= {k: state[k] for k in ("max_mamba_cache_size", "max_total_num_tokens") if state.get(k) is not None}
         if "effective_max_running_requests_per_dp" in state:
             facts["max_running_requests"] = state["effective_max_running_requests_per_dp"]
         if "memory_usage" in state:

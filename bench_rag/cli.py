@@ -150,6 +150,11 @@ def parser() -> argparse.ArgumentParser:
         help="let the requests in flight rise from 1 over S seconds; what is sent within them is not measured",
     )
     how.add_argument(
+        "--cross-check",
+        action="store_true",
+        help="after each run send its requests again with sglang.benchmark.serving, and compare the figures",
+    )
+    how.add_argument(
         "--api",
         choices=("native", "openai"),
         default="native",
@@ -251,6 +256,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         "served_model": options.served_model,
         "as_text": options.prompts == "text",
         "ramp": options.ramp,
+        "cross_check": options.cross_check,
         "request_timeout": options.request_timeout,
         "start_timeout": options.start_timeout,
         "deadline": options.deadline,

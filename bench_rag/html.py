@@ -47,6 +47,7 @@ def _section(settings: Settings, results: Results, workload: Workload) -> dict[s
         "table": Markup(report.table(settings, results, workload, "html")),
         "differences": report.difference_rows(settings, results, workload),
         "reference": settings.arms[0].name,
+        "crossed": report.cross_rows(results, workload),
         "pictures": [(name, _picture(svg)) for name, svg in pictures if svg],
     }
 

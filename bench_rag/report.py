@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from . import __version__, measures
+from . import __version__, crosscheck, measures
 from .client import Reply
 from .hosts import gpu_name
 from .noise import Difference, compare
@@ -133,6 +133,24 @@ def difference_table(settings: Settings, results: Results, workload: Workload, f
     return tabulate(rows, titles, tablefmt=fmt, colalign=["left"] * len(titles), disable_numparse=True)
 
 
+def cross_rows(results: Results, workload: Workload) -> tuple[list[str], list[list[str]]]:
+    """Titles and rows of the cross-check: every figure of every run by both clients; no rows where there was none."""
+    rows = [
+        [run.arm, str(run.seed), *row]
+        for run in results.runs
+        if run.workload == workload.label and run.cross
+        for row in crosscheck.rows(run.figures, run.cross)
+    ]
+    return ["arm", "seed", "figure", "bench_rag", "sglang.benchmark.serving", "difference", "reading"], rows
+
+
+def cross_table(results: Results, workload: Workload, fmt: str = "simple") -> str:
+    """:func:`cross_rows` in tabulate's format ``fmt``; empty without rows."""
+    titles, rows = cross_rows(results, workload)
+    alignment = ("left", "right", "left", "right", "right", "right", "left")
+    return tabulate(rows, titles, tablefmt=fmt, colalign=alignment, disable_numparse=True) if rows else ""
+
+
 def _one_line(titles: Sequence[str]) -> list[str]:
     """Two-line titles on one line; an empty first line stands for the one to its left."""
     lines, group = [], ""
@@ -171,6 +189,8 @@ def terminal(settings: Settings, results: Results) -> str:
         parts += [title(settings, results, workload), table(settings, results, workload), ""]
         if len(settings.seeds) > 1 and (compared := difference_table(settings, results, workload)):
             parts += [compared, ""]
+        if crossed := cross_table(results, workload):
+            parts += [crossed, ""]
     return "\n".join(parts).rstrip()
 
 
@@ -185,6 +205,8 @@ def markdown(settings: Settings, results: Results, plot: str | None = None, clos
         lines += [table(settings, results, workload, "github"), ""]
         if compared := difference_table(settings, results, workload, "github"):
             lines += [compared, ""]
+        if crossed := cross_table(results, workload, "github"):
+            lines += [crossed, ""]
     if closing:
         lines += [closing, ""]
     if plot:
@@ -333,6 +355,7 @@ def as_json(settings: Settings, results: Results, closing: str = "") -> dict[str
                 "seed": r.seed,
                 "figures": r.figures,
                 "server": r.server,
+                "cross_check": r.cross,
                 "samples": _samples(r),
             }
             for r in results.runs

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from . import measures
+from . import crosscheck, measures
 from .arms import REPLAY_FLAG, Arm
 from .budget import MOST_REQUESTS, bound, passages
 from .ceiling import ceilings, share
@@ -45,7 +45,8 @@ _WARMUP_SEED = 1_000_003  # warm-up prompts share nothing with measured ones
 class Run:
     """One measured run: one arm, one workload, one seed.
 
-    ``server``: what the server said about itself. ``samples``: its pools over time (see :mod:`bench_rag.metrics`).
+    ``server``: what the server said about itself. ``cross``: the figures by the other client, if it was asked for.
+    ``samples``: its pools over time (see :mod:`bench_rag.metrics`).
     """
 
     arm: str
@@ -53,6 +54,7 @@ class Run:
     seed: int
     figures: dict[str, Any]
     server: dict[str, Any]
+    cross: dict[str, float] = field(default_factory=dict)
     replies: list[Reply] = field(repr=False, default_factory=list)
     samples: list[Sample] = field(repr=False, default_factory=list)
 
@@ -95,6 +97,7 @@ class Benchmark:
         self.settings = settings
         self._on_run = on_run
         self.results = Results()
+        first_plans: dict[str, Plan] = {}
         for workload in settings.workloads:
             limits = self.results.ceilings.setdefault(workload.label, {})
             for seed in settings.seeds:
@@ -102,8 +105,12 @@ class Benchmark:
                 by_request = ceilings(plan, settings.cache == "prime")
                 limits[seed] = share(by_request.values())
                 self.results.request_ceilings[workload.label, seed] = by_request
+                first_plans.setdefault(workload.label, plan)
                 self.results.facts.setdefault(workload.label, plan.facts)
                 self.results.loads.setdefault(workload.label, plan.load)
+
+        if settings.cross_check:
+            crosscheck.check(settings, first_plans)
 
     def run(self) -> Results:
         """Measure every arm; an arm that fails is recorded, and the others go on."""
@@ -161,10 +168,15 @@ class Benchmark:
                     figures = measures.measure(replies, steady=isinstance(workload, Burst), ttft_limit=s.ttft_limit)
                     figures |= occupancy(samples)
                     figures |= _budget(workload.plan(seed, s.vocab), replies, facts, s)
-                    self.results.runs.append(Run(arm.name, workload.label, seed, figures, facts, replies, samples))
+                    run = Run(arm.name, workload.label, seed, figures, facts, replies=replies, samples=samples)
+                    self.results.runs.append(run)
                     self._compare_outputs()
                     self._on_run(self.results)
                     progress.end()
+                    if s.cross_check:
+                        progress.phase(f"cross-check of {name}")
+                        run.cross = await self._cross_check(client, url, workload.plan(seed, s.vocab), name, server)
+                        self._on_run(self.results)
 
     async def _warm_up(self, client: Client, workload: Workload, server: Server | None, progress: Progress) -> None:
         if self.settings.warmup == "none":
@@ -191,6 +203,19 @@ class Benchmark:
         async with sampled(client) as samples:
             replies = await drive(client, plan, progress.reply, as_text=s.as_text, ramp=s.ramp)
         return replies, samples
+
+    async def _cross_check(
+        self, client: Client, url: str, plan: Plan, name: str, server: Server | None
+    ) -> dict[str, float]:
+        """The run's requests by the other client, from the same state of the prefix cache."""
+        if self.settings.cache == "flush":
+            await client.flush()
+        try:
+            return await crosscheck.send(self.settings, url, plan)
+        except BenchError as e:
+            if server is not None and (status := await server.ended(patience=3.0)) is not None:
+                raise server.failure(f"the server ended during the cross-check of {name}, exit status {status}") from e
+            raise
 
     def _compare_outputs(self) -> None:
         """Give every run of the later arms the share of outputs that equal the first arm's."""

@@ -18,8 +18,9 @@ class Settings:
     ``order`` is ``interleaved`` or ``grouped`` (see :func:`visits`), ``warmup`` is ``full``, ``light`` or ``none``.
     ``deadline``: seconds from the beginning after which no further server is started. ``ttft_limit``: seconds within
     which a first token is in time, None for no goodput. ``api``, ``served_model``: see :class:`.client.Client`.
-    ``as_text``, ``ramp``: see :func:`bench_rag.driver.drive`. ``cache``: what happens to the prefix cache before a
-    measured run: ``flush``, ``keep``, or ``prime`` (flush, then send the run's requests once, unmeasured).
+    ``as_text``, ``ramp``: see :func:`.driver.drive`. ``cross_check``: see :mod:`.crosscheck`. ``cache``: what happens
+    to the prefix cache before a measured run: ``flush``, ``keep``, or ``prime`` (flush, then send the run's requests
+    once, unmeasured).
     With ``url`` a running server is measured, and ``model``, ``profile``, ``server_args``, ``server_env``,
     ``overlap_starts`` and ``start_timeout`` play no part.
     """
@@ -41,6 +42,7 @@ class Settings:
     served_model: str = ""
     as_text: bool = False
     ramp: float = 0.0
+    cross_check: bool = False
     overlap_starts: bool = False
     start_timeout: float = 900.0
     request_timeout: float = 600.0

@@ -167,7 +167,8 @@ def main() -> None:
 
     ``--die`` prints a reason and ends at once, ``--die-after N`` at the N-th prompt; ``--hit PERCENT`` of every prompt
     is reported cached, ``--foreign`` reports none on OpenAI's endpoint; ``--refuse`` answers every request with an
-    error; ``--no-plugin`` leaves ``--enable-linear-replayssm`` to SGLang itself.
+    error; ``--slots`` and ``--tokens`` are its pools; ``--no-plugin`` leaves ``--enable-linear-replayssm`` to SGLang
+    itself.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
@@ -179,6 +180,8 @@ def main() -> None:
     parser.add_argument("--no-plugin", action="store_true")
     parser.add_argument("--enable-metrics", action="store_true")
     parser.add_argument("--foreign", action="store_true")
+    parser.add_argument("--slots", type=int)
+    parser.add_argument("--tokens", type=int)
     options, _ = parser.parse_known_args()
     if options.die:
         print("ValueError: these arguments do not go together", flush=True)
@@ -201,6 +204,8 @@ def main() -> None:
         info = {
             "launch_command": " ".join(sys.argv),
             "enable_linear_replayssm": options.enable_linear_replayssm and options.no_plugin,
+            "max_mamba_cache_size": options.slots,
+            "max_total_num_tokens": options.tokens,
         }
         pages = [f"sglang:mamba_usage {share}\n" for share in (0.25, 0.5)] if options.enable_metrics else []
         fake = Fake(

@@ -167,6 +167,21 @@ def test_goodput_and_pools_over_time(bench, capsys):
     assert [d["reading"] for d in data["differences"]][0] == "one seed"
 
 
+def test_the_ceiling_of_a_servers_own_pools(bench, capsys):
+    """Two slots: one for the running request, one for a state; the two groups of prompts take turns in the plan."""
+    status, out = bench("--arms", "good,better", "--groups", "3", "--server-args", "--slots 2 --tokens 1000")
+    assert status == 0
+    data = json.loads((out / "results.json").read_text())
+    found = [run["figures"]["budget_hit_rate"] for run in data["runs"]]
+    assert 0 <= found[0] < data["workloads"][0]["ceiling"]["1"] and data["summary"][0]["budget_hit_rate"] == found[0]
+    output = capsys.readouterr().out
+    assert "budget" in output and "a clairvoyant cache could supply" in (out / "report.md").read_text()
+    assert "its pools at most" in (out / "report.html").read_text(encoding="utf-8")
+    status, out = bench("--arms", "good", "--server-args", "--slots 2 --tokens 1000", "--no-flush")
+    data = json.loads((out / "results.json").read_text())
+    assert "budget_hit_rate" not in data["runs"][0]["figures"]  # nobody knows what the cache held
+
+
 def test_real_text_and_agents_on_one_server(bench, tmp_path, capsys):
     (tmp_path / "corpus").mkdir()
     for word in ("apple", "banana", "cherry", "damson"):
@@ -260,6 +275,8 @@ def test_rounds_rotate_so_that_no_arm_is_always_first():
         (["--model", "m", "--workload", "rag", "--corpus", "/nowhere"], "the corpus /nowhere is not a folder"),
         (["--model", "m", "--ttft-slo", "0"], "--ttft-slo is a time above 0 ms, got 0"),
         (["--model", "m", "--groups", "0"], "groups must be at least 1"),
+        (["--model", "m", "--ramp", "-1"], "--ramp is a time of at least 0 s, got -1"),
+        (["--model", "m", "--served-model", "x"], "--served-model goes with --api openai"),
         pytest.param(["--model", "m", "--config", "/nowhere.toml"], "cannot read /nowhere.toml", marks=needs_toml),
     ],
 )

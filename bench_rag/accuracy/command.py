@@ -104,11 +104,12 @@ def _prepare(options: argparse.Namespace) -> tuple[Settings, Sizes, list[Opening
     if options.context < QUARTILES or options.facts < 0:
         raise BenchError(f"accuracy: --context is at least {QUARTILES} and --facts at least 0")
     config = load_config(options.config)
+    arms = select([a.strip() for a in options.arms.split(",") if a.strip()], config.arms)
     words = tokeniser(str(model), vocab_of(str(model)))
     form = RecallFormat.of(words.token_id) if options.facts else None
     unseen = words.encode("".join(text.sources(held_out=True)))
     settings = Settings(
-        arms=select([a.strip() for a in options.arms.split(",") if a.strip()], config.arms),
+        arms=arms,
         workloads=[],
         seeds=[options.seed],
         out=options.out,

@@ -19,7 +19,7 @@ class FakeSglang:
 
     ``/v1/completions`` likewise: ``foreign`` leaves out what OpenAI's endpoint does not have (token ids, counts before
     the end, SGLang's split of hits), ``cache_report`` adds its count of cached tokens. A prompt of text counts one
-    token per word, and answers in words.
+    token per word, and answers in words. ``whole``: what to answer where no stream is asked for.
 
     ``cached``: prefix tokens to report per request, in order of arrival, then 0. ``incremental``: send only new ids per
     event. ``metrics``: pages to show in turn, the last one from then on; empty for a server that has none. Output
@@ -32,6 +32,7 @@ class FakeSglang:
     incremental: bool = False
     foreign: bool = False
     cache_report: bool = False
+    whole: dict[str, Any] | None = None
     fail_with: dict[str, Any] | None = None
     prompts: list[list[int] | str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -74,6 +75,8 @@ class FakeSglang:
         self, request: web.Request, body: dict[str, Any], prompt: list[int] | str, stream: Any
     ) -> web.StreamResponse:
         self.bodies.append(body)
+        if not body.get("stream"):
+            return web.json_response(self.whole)
         cached = self.cached[len(self.prompts)] if len(self.prompts) < len(self.cached) else 0
         self.prompts.append(prompt)
         self.in_flight += 1

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -307,7 +308,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["compare"]:
         return compare.main(words[1:])
     if words[:1] == ["accuracy"]:
-        return accuracy.main(words[1:])
+        with _unwinding():
+            return accuracy.main(words[1:])
     options = parser().parse_args(_joined(words))
     try:
         settings = settings_of(options)
@@ -315,17 +317,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BenchError as e:
         print(f"bench_rag: {e}", file=sys.stderr)
         return 2
-    # SIGTERM unwinds the stack, so that servers are reaped; what was measured is on disk by then.
+    with _unwinding():
+        try:
+            benchmark.run()
+        except KeyboardInterrupt:
+            print("bench_rag: interrupted", file=sys.stderr)
+            _finish(settings, benchmark.results, options.demo)
+            return 130
+    return _finish(settings, benchmark.results, options.demo)
+
+
+@contextlib.contextmanager
+def _unwinding() -> Iterator[None]:
+    """SIGTERM unwinds the stack, so that servers are reaped; what was measured is on disk by then."""
     previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        benchmark.run()
-    except KeyboardInterrupt:
-        print("bench_rag: interrupted", file=sys.stderr)
-        _finish(settings, benchmark.results, options.demo)
-        return 130
+        yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-    return _finish(settings, benchmark.results, options.demo)
 
 
 def _finish(settings: Settings, results: Results, is_demo: bool) -> int:

@@ -286,6 +286,25 @@ def test_options_that_do_not_fit_are_one_line(options, sentence, capsys):
     assert error.startswith("bench_rag: ") and sentence in error and error.count("\n") == 1
 
 
+def test_inputs_that_do_not_read_are_one_line_and_start_no_server(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lineup, "launch_command", lambda *args: pytest.fail("a server was started"))
+    (tmp_path / "corpus" / ".hidden").mkdir(parents=True)
+    (tmp_path / "corpus" / ".hidden" / "a.md").write_text("not read")
+    (tmp_path / "corpus" / "picture.png").write_text("no text")
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}\n{"messages": [}\n')
+    for options, sentence in (
+        (["rag", "--corpus", str(tmp_path / "corpus")], f"the corpus {tmp_path / 'corpus'} has no text in files named"),
+        (["trace", "--trace", str(trace)], f"{trace}:2: not JSON: Expecting value"),
+        (["zipf", "--request-rate", "nan"], "zipf: request-rate must be above 0"),
+        (["docqa", "--request-rate", "-3"], "docqa: request-rate must be above 0"),
+    ):
+        out = tmp_path / "out"
+        assert cli.main(["--model", "m", "--host-profile", "gpu", "--out", str(out), "--workload", *options]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("bench_rag: ") and sentence in error and error.count("\n") == 1 and not out.exists()
+
+
 @pytest.mark.parametrize("options", [["--seeds", "1,1"], ["--seeds", "x"], ["--token-ids", "9"], ["--groups", "many"]])
 def test_values_that_do_not_parse_are_one_line(options, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -54,9 +54,9 @@ class Run:
     seed: int
     figures: dict[str, Any]
     server: dict[str, Any]
-    cross: dict[str, float] = field(default_factory=dict)
     replies: list[Reply] = field(repr=False, default_factory=list)
     samples: list[Sample] = field(repr=False, default_factory=list)
+    cross: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def test_the_script_follows_the_lists() -> None:
 
 def test_help_lists_every_command_and_wrong_use_fails() -> None:
     text = run("help").stdout
-    for command in ("demo", "test", "setup", "serve", "check", "help"):
+    for command in ("demo", "test", "setup", "serve", "check", "patches", "help"):
         assert re.search(rf"^  {command}\b", text, re.M)
         assert re.search(rf"^  {command}\b.*\)", (ROOT / "run").read_text(), re.M)
     assert run().stdout == text

@@ -83,10 +83,11 @@ _REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ),
 )
 
-# Server arguments that this package reads, here and in memory_plan.py.
+# Server arguments that this package reads, here, in memory_plan.py and in explain.py.
 FIELDS = (
     *("enable_linear_replayssm", "linear_replayssm_cache_len", "linear_attn_backend", "linear_attn_decode_backend"),
     *("device", "max_running_requests", "max_mamba_cache_size", "mamba_full_memory_ratio", "disable_radix_cache"),
+    *("mamba_radix_cache_strategy", "disable_overlap_schedule", "page_size", "mamba_ssm_dtype"),
     *(field for field, *_ in _REFUSALS),
 )
 
@@ -180,7 +181,8 @@ def _shape_refusals(model_config: Any) -> list[str]:
     return []
 
 
-def _gate(model_config: Any) -> str | None:
+def gate_of(model_config: Any) -> str | None:
+    """Gate kind of the model's linear layers as SGLang sees it ("gdn", "kda"), None for any other model."""
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, hybrid_kda_config
 
     if hybrid_gdn_config(model_config) is not None:
@@ -202,7 +204,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous(server_args)
         return
     model_config = model_config_of(server_args)
-    reasons = refusals(view, list(model_config.hf_config.architectures), _gate(model_config))
+    reasons = refusals(view, list(model_config.hf_config.architectures), gate_of(model_config))
     reasons = reasons or _shape_refusals(model_config)
     if reasons:
         raise ValueError(" ".join(reasons))

@@ -1,7 +1,8 @@
 """`sglang-replayssm-check` (or `python -m sglang_replayssm.check`): does this installation work, and what is on.
 
-Prints the versions, the hook table, the kernels' numeric self-test on this machine's device, and the switches in
-the environment. Exit status 1 when anything is wrong; the line that is wrong says what to do.
+With `--explain MODEL [server args]` instead: what the plugin would do for that launch. Without it, prints the versions,
+the hook table, the kernels' numeric self-test on this machine's device, and the switches in the environment. Exit
+status 1 when anything is wrong; the line that is wrong says what to do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sglang_replayssm import __version__, arguments, seams
 
@@ -108,10 +109,61 @@ def check_environment(report: Report) -> None:
     )
 
 
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(each) for each in text.split(","))
+    if min(sizes) < 1:
+        raise ValueError(text)
+    return sizes
+
+
+def explain_launch(
+    model: str, server_args: Sequence[str], memory_gib: float | None = None, batches: Sequence[int] | None = None
+) -> int:
+    """Print what the plugin would do for a launch; 0 when it would run, 1 when it would be refused, 2 for bad input."""
+    from sglang_replayssm import explain
+
+    report = Report()
+    try:
+        launch, reasons = explain.read(model, server_args)
+        said = explain.lines(launch, memory_gib, batches or explain.BATCHES) if not reasons else []
+    except explain.Unexplained as error:
+        print(f"sglang-replayssm-check: error: {error}", file=sys.stderr)
+        return 2
+    for reason in reasons:
+        report.add(BAD, "refused", reason)
+    for subject, detail in said:
+        report.add(OK, subject, detail)
+    return int(report.failed)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run every check; 0 when all is well, else 1."""
-    parser = argparse.ArgumentParser(prog="sglang-replayssm-check", description=__doc__.splitlines()[0])
-    parser.parse_args(argv)
+    """Run every check, or explain a launch; 0 when all is well, 1 when not, 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="sglang-replayssm-check", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--explain",
+        metavar="MODEL",
+        help="say what the plugin would do for this model (folder, config.json or hub name) and the server arguments "
+        "that follow",
+    )
+    parser.add_argument(
+        "--memory-gib", type=_positive, metavar="GIB", help="with --explain: memory for ring, states and KV together"
+    )
+    parser.add_argument("--batch", type=_batches, metavar="N[,N]", help="with --explain: requests that decode together")
+    options, server_args = parser.parse_known_args(argv)
+    if options.explain is not None:
+        return explain_launch(options.explain, server_args, options.memory_gib, options.batch)
+    if server_args or options.memory_gib is not None or options.batch is not None:
+        given = " ".join(server_args) or "--memory-gib and --batch"
+        parser.error(f"{given}: server arguments, --memory-gib and --batch belong to --explain MODEL")
     report = Report()
     checks: tuple[Callable[[Report], None], ...] = (
         check_entry_point,

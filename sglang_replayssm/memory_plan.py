@@ -16,7 +16,7 @@ from sglang_replayssm import arguments
 
 GIB = 1 << 30
 # SGLang never plans for more running requests than this without an explicit --max-running-requests.
-_MOST_REQUESTS = 4096
+MOST_REQUESTS = 4096
 _reserved: dict[int, int] = {}
 
 
@@ -101,7 +101,7 @@ def reserve(configurator: Any, total_rest_memory: float) -> float:
     slot = configurator.mambaish_config.mamba2_cache_params.mamba_cache_per_req
     ratio = configurator._calculate_mamba_ratio()
     schedule = get_schedule()
-    most = _MOST_REQUESTS
+    most = MOST_REQUESTS
     if schedule.max_running_requests is not None:
         most = max(1, schedule.max_running_requests // configurator.attn_dp_size)
     share = schedule.mamba_full_memory_ratio / (1 + schedule.mamba_full_memory_ratio)

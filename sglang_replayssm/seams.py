@@ -82,8 +82,11 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_S + "plugins.hook_registry.HookType", "read", fields=("AROUND",)),
     # Arguments
     Seam(_S + "server_args.ServerArgs", "read", fields=arguments.FIELDS),
+    Seam(_S + "server_args.ServerArgs.add_cli_args", "call", ("parser",)),
+    Seam(_S + "server_args.ServerArgs.from_cli_args", "call", ("args",)),
     Seam(_S + "arg_groups.resolution_hooks.register_resolution_hook", "call", ("name",)),
     Seam(_S + "arg_groups.overrides.resolving_view", "call", ("server_args",)),
+    Seam(_S + "arg_groups.overrides.resolution_result", "call", ("server_args", "field", "default")),
     Seam(_S + "arg_groups.overrides.model_config_of", "call", ("server_args",)),
     Seam(_S + "arg_groups.overrides.declare_resolution", "call", ("server_args", "source", "fields")),
     Seam(_S + "configs.hybrid_arch.hybrid_gdn_config", "call", ("model_config",)),
@@ -103,6 +106,8 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "max_num_reqs", "extra_max_context_len"),
     ),
     Seam(_CONFIGURATOR + "_calculate_mamba_ratio", "call", ("self",)),
+    Seam(_S + "mem_cache.kv_cache_configurator.MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO", "read"),
+    Seam(_S + "mem_cache.allocation_sizing.get_mamba_tracking_slots", "call", ("extra_buffer", "overlap", "lazy")),
     Seam(
         _S + "mem_cache.kv_cache_configurator.KVCacheConfigurator",
         "read",

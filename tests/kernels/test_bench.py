@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from replayssm_kernels import DecodeConfig, RingShape
+from replayssm_kernels import DecodeConfig, RingShape, traffic
 from replayssm_kernels.bench import __main__ as command
-from replayssm_kernels.bench import arms, decode
+from replayssm_kernels.bench import arms
 from replayssm_kernels.workload import Workload
 from tests.kernels.machine import BOUNDED, DEVICE, KDA, each_gate, make_shape
 
@@ -86,7 +86,7 @@ def test_byte_count_of_the_27b_shape() -> None:
     )
     state = 256 * 48 * 128 * 128 * 4
     record = 256 * (48 * (128 * 4 + 4) + 16 * 128 * 2)
-    assert decode.bytes_per_layer_step(shape, 256, 4) == state * (1 + 1 / 8) + record * 9.5
+    assert traffic.buffered_bytes(shape, 256, 4) == state * (1 + 1 / 8) + record * 9.5
 
 
 def test_byte_count_of_kda_shapes() -> None:
@@ -94,9 +94,9 @@ def test_byte_count_of_kda_shapes() -> None:
     sizes = dict(k_heads=32, v_heads=32, key_dim=128, value_dim=128, capacity=16, key_dtype=torch.bfloat16)
     state = 32 * 128 * 128 * 4 * (1 + 1 / 8)
     raw = 32 * 128 * (4 + 2 + 4) * 9.5
-    assert decode.bytes_per_layer_step(make_shape(**sizes, **KDA), 1, 4) == state + raw
+    assert traffic.buffered_bytes(make_shape(**sizes, **KDA), 1, 4) == state + raw
     scaled = 32 * 128 * ((4 + 4) * 9.5 + 4 * (1 + 1 + 1 / 16))
-    assert decode.bytes_per_layer_step(make_shape(**sizes, **BOUNDED), 1, 4) == state + scaled
+    assert traffic.buffered_bytes(make_shape(**sizes, **BOUNDED), 1, 4) == state + scaled
 
 
 def test_configs_on_the_command_line() -> None:

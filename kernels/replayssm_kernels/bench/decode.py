@@ -4,11 +4,7 @@ Time of a forward = cursors + folds due in it + every layer's decode, averaged o
 (L steps), in a CUDA graph, divided by the layers. Requests stand at staggered positions, so 1 / L of the rows fold
 in every step. Pools exceed the L2 cache, and every layer reads another part of them.
 
-    bytes = B HV V K s_state (1 + 2 / L)       one read per step; a read and a write per fold
-          + B R (L - 1) / 2                    records read, on average; R: bytes of one token's record of all heads
-          + B R 2                              one written, one read by the fold
-    R = HV (V s_u + 4) + H K s_k               GDN; KDA: 4 K instead of 4; scaled keys: fp32 keys of every v-head, and
-                                               the accumulated gates of one record only
+The byte floor is `buffered_bytes` of `..traffic`.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ import torch
 
 from ..decode import DecodeConfig
 from ..ring import RingShape
+from ..traffic import buffered_bytes
 from ..workload import Workload
 from . import report
 from .arms import Arm, Ours, accuracy, available_baselines
@@ -66,17 +63,6 @@ class Options:
     def layers_for(self, batch: int) -> int:
         """48 layers as in the 27B shape; fewer at batches whose pools dwarf the cache anyway."""
         return self.layers or (48 if batch <= 32 else 12)
-
-
-def bytes_per_layer_step(shape: RingShape, batch: int, state_size: int) -> float:
-    """Device bytes that one layer's step must move, as in the formula above."""
-    state = shape.v_heads * shape.value_dim * shape.key_dim * state_size * (1 + 2 / shape.capacity)
-    gate = shape.v_heads * shape.gate_width * 4
-    record = shape.v_heads * shape.value_dim * shape.u_dtype.itemsize
-    record += shape.k_shape[2] * shape.key_dim * shape.k_dtype.itemsize
-    mean = (shape.capacity - 1) / 2
-    gates = 1 + 1 + 1 / shape.capacity if shape.scaled_keys else mean + 2
-    return batch * (state + record * (mean + 2) + gate * gates)
 
 
 def arms(o: Options, batch: int, layers: int, stagger: bool, shared: bool) -> dict[str, Callable[[], Arm]]:
@@ -126,7 +112,7 @@ def _run_batch(
     runs = {name: launcher(arm.forward, o.device, o.graph) for name, arm in made.items()}
     turns = 1 if o.device.type == "cpu" else max(1, 64 // (o.capacity * max(1, batch // 32)))
     times = interleaved(runs, o.rounds, turns * o.capacity, o.device)  # whole turns of the ring
-    floor = bytes_per_layer_step(shape, batch, o.state_dtype.itemsize)
+    floor = buffered_bytes(shape, batch, o.state_dtype.itemsize)
     records = []
     for name, spread in times.items():
         us = spread.divided(layers)

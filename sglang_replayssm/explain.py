@@ -1,0 +1,286 @@
+"""`sglang-replayssm-check --explain MODEL [server args]`: what the plugin would do for a launch, without launching.
+
+Reads the model's config and SGLang's own parser, sizes and gate kinds; loads no weights and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_replayssm import arguments
+
+GIB = 1 << 30
+MIB = 1 << 20
+BATCHES = (1, 8, 32, 128, 256)
+_SSM_DTYPE = "SGLANG_MAMBA_SSM_DTYPE"
+
+
+class Unexplained(ValueError):
+    """Bad input: a sentence that says what to change."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A model and a launch of it, as far as the plugin is concerned.
+
+    Attributes:
+        name: architecture; layers: all of the model, of which `shape.layers` are linear.
+        shape: the ring of one request row (its `rows` mean nothing here).
+        slot: bytes of a slot; state_size: bytes of one number of the temporal state.
+        strategy: the radix-cache strategy as SGLang resolves it; per_request: slots that SGLang keeps per request.
+        args: the server arguments; memory_ratio: memory of states over that of KV.
+    """
+
+    name: str
+    layers: int
+    shape: Any
+    slot: int
+    state_size: int
+    strategy: str
+    per_request: int
+    args: Any
+    memory_ratio: float
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _folder(model: str) -> Iterator[str]:
+    """A folder or hub name that SGLang can read the config from; a config file gets a folder of its own."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        try:
+            json.loads(path.read_text())
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise Unexplained(f"{model} is no JSON: {error}. Name a model folder or its config.json.") from error
+        with tempfile.TemporaryDirectory(prefix="replayssm-explain-") as made:
+            shutil.copy(path, Path(made) / "config.json")
+            yield made
+        return
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise Unexplained(f"{model} holds no config.json. Name the folder of a model, or its config file.")
+        yield str(path)
+        return
+    if model.count("/") != 1 or model.startswith((".", "~", "/")):
+        raise Unexplained(f"{model} is neither a folder nor a file here, and no hub name (ORGANISATION/MODEL).")
+    yield model
+
+
+class _Parser(argparse.ArgumentParser):
+    """SGLang's parser has hundreds of options: an error is one sentence, without all of them before it."""
+
+    def error(self, message: str) -> Any:
+        raise Unexplained(f"server arguments: {message}")
+
+
+def _parse(model: str, server_args: Sequence[str]) -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = _Parser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    if any(argument.split("=")[0] in ("--model-path", "--model") for argument in server_args):
+        raise Unexplained("the model is named once, behind --explain: drop --model-path.")
+    flag = () if arguments.FLAG in server_args else (arguments.FLAG,)
+    try:
+        return ServerArgs.from_cli_args(parser.parse_args(["--model-path", model, *flag, *server_args]))
+    except (AssertionError, TypeError) as error:
+        raise Unexplained(f"server arguments: {error}") from error
+
+
+def read(model: str, server_args: Sequence[str]) -> tuple[Launch, list[str]]:
+    """The launch, and the sentences with which it would be refused (none when it would run).
+
+    Args:
+        model: a model folder, its config.json, or a hub name.
+        server_args: arguments of `sglang.launch_server` beside the model; the flag is understood.
+
+    Raises:
+        Unexplained: no such model, not a hybrid one, or arguments that SGLang does not take.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    with _folder(model) as folder:
+        parsed = _parse(folder, server_args)
+        with _state_dtype(parsed.mamba_ssm_dtype):
+            try:
+                config = model_config_of(parsed)
+            except Exception as error:  # whatever transformers and SGLang raise at a config they can not read
+                first = (str(error).strip().splitlines() or [repr(error)])[0]
+                raise Unexplained(f"SGLang can not read the config of {model}: {first}") from error
+            return _launch(model, parsed, config)
+
+
+@contextlib.contextmanager
+def _state_dtype(name: str | None) -> Iterator[None]:
+    """SGLang hands --mamba-ssm-dtype on by its own environment variable when it resolves arguments."""
+    before = os.environ.get(_SSM_DTYPE)
+    if name is not None:
+        os.environ[_SSM_DTYPE] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(_SSM_DTYPE, None)
+        if before is not None:
+            os.environ[_SSM_DTYPE] = before
+
+
+def _launch(model: str, parsed: Any, config: Any) -> tuple[Launch, list[str]]:
+    from sglang.srt.arg_groups.overrides import resolution_result, resolving_view
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.runtime_context import get_parallel
+
+    from sglang_replayssm.memory_plan import shape_for
+
+    architectures = list(config.hf_config.architectures or ("a model of no named architecture",))
+    gate = arguments.gate_of(config)
+    if gate is None:
+        raise Unexplained(
+            f"{model} ({architectures[0]}) has no Gated DeltaNet or Kimi Delta Attention layers: there is nothing for "
+            f"{arguments.FLAG} to do. Supported: {arguments.supported_architectures()}."
+        )
+    args = resolving_view(parsed)
+    reasons = arguments.refusals(args, architectures, gate)
+    with get_parallel().override(attn_tp_size=1, enable_cp_tp_group_sharing=False):
+        params = mambaish_config(config).mamba2_cache_params
+    shape = shape_for(
+        params, rows=2, capacity=max(1, args.linear_replayssm_cache_len), key_dtype=config.dtype, lower_bound=None
+    )
+    try:
+        shape.validate()
+    except ValueError as error:
+        reasons.append(f"{arguments.FLAG} is not tested with the linear layers of this model: {error}. Drop the flag.")
+    strategy, per_request = _strategy(args)
+    return (
+        Launch(
+            name=architectures[0],
+            layers=config.num_hidden_layers,
+            shape=shape,
+            slot=params.mamba_cache_per_req,
+            state_size=params.dtype.temporal.itemsize,
+            strategy=strategy,
+            per_request=per_request,
+            args=args,
+            memory_ratio=resolution_result(parsed, "mamba_full_memory_ratio"),
+        ),
+        reasons,
+    )
+
+
+def _strategy(args: Any) -> tuple[str, int]:
+    """Radix-cache strategy as SGLang resolves it for supported models, and slots per running request."""
+    from sglang.srt.mem_cache.allocation_sizing import get_mamba_tracking_slots
+    from sglang.srt.mem_cache.kv_cache_configurator import MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO
+
+    if args.disable_radix_cache:
+        return "no prefix cache", 1
+    strategy, overlap = args.mamba_radix_cache_strategy, not args.disable_overlap_schedule
+    if strategy == "auto":
+        paged = args.page_size is not None and args.page_size > 1
+        strategy = "extra_buffer" if overlap or paged else "no_buffer"
+    tracking = get_mamba_tracking_slots(
+        extra_buffer=strategy.startswith("extra_buffer"), overlap=overlap, lazy=strategy == "extra_buffer_lazy"
+    )
+    return strategy, MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO + tracking
+
+
+# -- saying -----------------------------------------------------------------------------------------------------------
+
+
+def fit(launch: Launch, memory: float) -> tuple[int, int]:
+    """(slots, running requests) that fit in `memory` GiB of ring, states and KV, by the plugin's own memory plan.
+
+    Raises:
+        Unexplained: not even one request fits.
+    """
+    from sglang_replayssm import memory_plan
+
+    args, per_row = launch.args, launch.shape.bytes_per_row()
+    most = memory_plan.MOST_REQUESTS if args.max_running_requests is None else max(1, args.max_running_requests)
+    share = launch.memory_ratio / (1 + launch.memory_ratio)
+
+    def slots_that_fit(rows: int) -> int:
+        if args.max_mamba_cache_size is not None:
+            return args.max_mamba_cache_size
+        if args.disable_radix_cache and args.max_running_requests is not None:
+            return most
+        # SGLang keeps one slot for padding
+        return max(0, int((memory * GIB - (rows + 1) * per_row) * share // launch.slot) - 1)
+
+    requests = memory_plan.rows_for(most, lambda rows: min(most, slots_that_fit(rows) // launch.per_request))
+    slots = slots_that_fit(requests)
+    requests = min(requests, slots // launch.per_request)
+    taken = ((requests + 1) * per_row + (slots + 1) * launch.slot) / GIB
+    if requests < 1 or taken >= memory:
+        least = (2 * per_row + (launch.per_request + 1) * launch.slot) / share / GIB
+        raise Unexplained(
+            f"{memory:g} GiB hold no running request beside {launch.slot / MIB:.1f} MiB a slot and "
+            f"{per_row / MIB:.1f} MiB of ring a request: give --memory-gib at least {least:.1f}, or lower "
+            "--max-mamba-cache-size, --max-running-requests or --linear-replayssm-cache-len."
+        )
+    return slots, requests
+
+
+def lines(launch: Launch, memory: float | None, batches: Sequence[int]) -> list[tuple[str, str]]:
+    """(subject, detail) of everything there is to say about a launch that would run."""
+    from replayssm_kernels.traffic import buffered_bytes, conventional_bytes
+    from sglang_replayssm import worth
+
+    shape = launch.shape
+    kind = "Gated DeltaNet" if shape.gate == "gdn" else "Kimi Delta Attention"
+    heads = f"{shape.k_heads} key and {shape.v_heads} value heads of {shape.key_dim} x {shape.value_dim}"
+    said = [
+        ("model", f"{launch.name}: {shape.layers} {kind} layers of {launch.layers}; {heads}"),
+        ("prefix cache", f"{launch.strategy}, {launch.per_request} slots per running request"),
+        ("slot", f"{launch.slot / MIB:.2f} MiB of states per slot ({8 * launch.state_size}-bit)"),
+        (
+            "ring",
+            f"{shape.bytes_per_row() / MIB:.2f} MiB per running request "
+            f"(L = {shape.capacity}, u in {str(shape.u_dtype).removeprefix('torch.')})",
+        ),
+    ]
+    if shape.gate == "kda":
+        said.append(("ring", "for an unbounded gate; a bounded one is known once the model is loaded"))
+    if memory is not None:
+        slots, requests = fit(launch, memory)
+        ring = (requests + 1) * shape.bytes_per_row() / GIB
+        states = (slots + 1) * launch.slot / GIB
+        said.append(
+            (
+                "memory",
+                f"{memory:g} GiB: {requests} running requests ({ring:.2f} GiB of ring), {slots} slots "
+                f"({states:.2f} GiB), {memory - ring - states:.2f} GiB left for KV",
+            )
+        )
+    table = worth.measured()[shape.gate]
+    measured_state = table["v_heads"] * table["head_dim"] ** 2 * 4
+    scale = shape.v_heads * shape.value_dim * shape.key_dim * launch.state_size / measured_state
+    for batch in batches:
+        ours = buffered_bytes(shape, batch, launch.state_size) * shape.layers
+        plain = conventional_bytes(shape, batch, launch.state_size) * shape.layers
+        verdict = worth.at_batch(batch, shape.gate, shape.layers, scale)
+        said.append(
+            (
+                f"batch {batch}",
+                f"{plain / MIB:,.1f} MiB a step without, {ours / MIB:,.1f} with ({ours / plain:.0%}); {verdict.reason}",
+            )
+        )
+    said.append(
+        (
+            "measured",
+            f"{shape.gate}, {table['k_heads']}/{table['v_heads']} heads of {table['head_dim']}, L = "
+            f"{table['capacity']}, fp32 state: {worth.measured()['machine']}; other shapes scaled by the bytes of "
+            "their state",
+        )
+    )
+    return said

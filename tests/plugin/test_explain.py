@@ -1,0 +1,198 @@
+"""`sglang-replayssm-check --explain`: its figures are those of a launch, its advice that of the measurements."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replayssm_kernels.ring import Ring
+from sglang_replayssm import check, explain, memory_plan, worth
+from tests.harness import tiny
+from tests.plugin import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
+
+
+def read(*server_args: str, model: str = "qwen3-next-deep") -> tuple[explain.Launch, list[str]]:
+    return explain.read(str(tiny.build(model)), ["--device", "cpu", *server_args])
+
+
+def real(*argv: str, memory: float) -> tuple[Any, int, int]:
+    """Configurator, slots and running requests that SGLang's own sizing gives a launch in `memory` GiB."""
+    from sglang.srt.runtime_context import get_context, get_schedule
+
+    server_args = launch.publish_flag(*argv)
+    sizes = dict(max_total_tokens=None, max_mamba_cache_size=None)
+    if "--max-running-requests" not in argv:
+        sizes["max_running_requests"] = None
+    get_context().override("test", **sizes)
+    configurator = launch.configurator(server_args)
+    assert 0 < configurator._handle_max_mamba_cache(memory) < memory  # the plugin's hook is on
+    slots = get_schedule().max_mamba_cache_size
+    return configurator, slots, slots // configurator._calculate_mamba_ratio()
+
+
+@pytest.mark.parametrize(
+    "args", [(), NO_BUFFER, ("--linear-replayssm-cache-len", "64"), ("--mamba-full-memory-ratio", "0.3")]
+)
+def test_slots_and_requests_are_those_of_a_launch(args: tuple[str, ...]) -> None:
+    memory = 0.2
+    said, reasons = read(*args)
+    assert reasons == []
+    configurator, slots, requests = real(*args, memory=memory)
+    most = min(requests, memory_plan.MOST_REQUESTS)
+    got = explain.fit(said, memory)
+    assert abs(got[0] - slots) <= 1 and abs(got[1] - most) <= 1
+    params = configurator.mambaish_config.mamba2_cache_params
+    assert said.slot == params.mamba_cache_per_req
+    ring = Ring.allocate(memory_plan.ring_shape(configurator, rows=2), "cpu")
+    tensors = (ring.u, ring.k, ring.g, ring.checkpoint)
+    assert said.shape.bytes_per_row() == sum(t.numel() * t.element_size() for t in tensors) // 2
+
+
+def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tiny.build("qwen3-next-deep"))
+    assert check.main(["--explain", folder, "--device", "cpu", "--memory-gib", "0.25", "--batch", "1,256"]) == 0
+    text = capsys.readouterr().out
+    assert "3 Gated DeltaNet layers of 4; 1 key and 2 value heads of 32 x 32" in text
+    assert "extra_buffer, 5 slots per running request" in text
+    assert re.search(r"memory +0\.25 GiB: \d+ running requests", text)
+    assert re.search(r"batch 1 .* no: ", text) and re.search(r"batch 256 .*MiB a step without", text)
+    assert "FAIL" not in text
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements that stay as they are when the real ones are taken anew."""
+    shape = dict(k_heads=16, v_heads=48, head_dim=128, capacity=16)
+    gdn = dict(shape, batch=[1, 8, 32, 256], ours=[5.5, 16, 42, 266], conventional=[6.5, 18, 55, 405])
+    kda = dict(shape, batch=[8, 256], ours=[28, 284], conventional=[13, 285])
+    monkeypatch.setattr(worth, "measured", lambda: dict(machine="a GPU", gdn=gdn, kda=kda))
+
+
+def test_the_27b_shape_is_told_to_use_it_at_large_batches_only(tmp_path: Path, figures: None) -> None:
+    config = tiny.config("qwen3-next") | dict(
+        num_hidden_layers=64,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=48,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 16,
+        full_attention_interval=4,
+        dtype="bfloat16",
+    )
+    file = tmp_path / "27b.json"
+    file.write_text(json.dumps(config))
+    said, reasons = explain.read(str(file), ["--device", "cpu"])
+    assert reasons == []
+    assert said.shape.bytes_per_row() == pytest.approx(22.2e6, rel=0.005)  # docs/design.md
+    assert said.slot == pytest.approx(151e6 + 48 * 3 * (2 * 16 + 48) * 128 * 2, rel=0.02)
+    advice = dict(explain.lines(said, None, (1, 8, 32, 256)))
+    assert "no: " in advice["batch 1"] and "no: " in advice["batch 8"]
+    assert "yes: saves 0.62 ms" in advice["batch 32"] and "yes: saves 6.67 ms" in advice["batch 256"]
+
+
+def test_kda_is_told_to_leave_it_off(figures: None) -> None:
+    said, reasons = read("--attention-backend", "triton", model="kimi-linear")
+    assert reasons == []
+    advice = dict(explain.lines(said, None, (8, 256)))
+    assert "slower" in advice["batch 8"] and "no: " in advice["batch 256"]
+
+
+def test_the_state_dtype_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, narrow = read()[0], read("--mamba-ssm-dtype", "bfloat16")[0]
+    assert (wide.state_size, narrow.state_size) == (4, 2)
+    assert narrow.slot < wide.slot
+
+
+def test_a_refused_launch_is_a_failure_that_says_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tiny.build("qwen3-next-deep"))
+    assert check.main(["--explain", folder, "--device", "cpu", "--enable-hierarchical-cache", "--tp", "2"]) == 1
+    text = capsys.readouterr().out
+    assert text.count("FAIL") == 2 and "use --tp-size 1" in text and "drop --enable-hierarchical-cache" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["/no/such/folder"], "is neither a folder nor a file here"),
+        (["{empty}"], "holds no config.json"),
+        (["{broken}"], "is no JSON"),
+        (["{dense}"], "has no Gated DeltaNet or Kimi Delta Attention layers"),
+        (["{unknown}"], "SGLang can not read the config"),
+        (["{good}", "--no-such-argument"], "unrecognized arguments: --no-such-argument"),
+        (["{good}", "--page-size", "many"], "invalid int value: 'many'"),
+        (["{good}", "--model-path", "other"], "named once"),
+        (["{good}", "--memory-gib", "0.00001"], "give --memory-gib at least"),
+    ],
+)
+def test_bad_input_is_one_error(
+    arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").write_text("{")
+    dense = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, num_attention_heads=4)
+    launch.config_folder(tmp_path / "dense", **dense, num_hidden_layers=2, intermediate_size=64, vocab_size=320)
+    launch.config_folder(tmp_path / "unknown", architectures=["NoSuchModel"], model_type="no-such-type")
+    places = {name: tmp_path / name for name in ("empty", "broken", "dense", "unknown")}
+    filled = [argument.format(good=tiny.build("qwen3-next-deep"), **places) for argument in arguments]
+    assert check.main(["--explain", *filled]) == 2
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    (line,) = seen.err.strip().splitlines()
+    assert line.startswith("sglang-replayssm-check: error: ") and sentence in line
+
+
+@pytest.mark.parametrize("given", [["--memory-gib", "4"], ["--batch", "4"], ["--tp", "2"]])
+def test_arguments_without_a_model_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        check.main(given)
+    assert end.value.code == 2 and "belong to --explain MODEL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given", [["--batch", "0"], ["--batch", "few"], ["--memory-gib", "-1"], ["--memory-gib", "nan"]]
+)
+def test_impossible_numbers_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        check.main(["--explain", "anything", *given])
+    assert end.value.code == 2 and "invalid" in capsys.readouterr().err
+
+
+# -- the measurements -------------------------------------------------------------------------------------------------
+
+
+def test_the_data_is_what_the_document_says() -> None:
+    """docs/measurements.md is where figures are kept for people; measured.json must not drift from it."""
+    text = (ROOT / "docs" / "measurements.md").read_text()
+    rows = [_cells(line) for line in text.splitlines()]
+    gdn = worth.measured()["gdn"]
+    for name, values in (("batch", "batch"), ("ours", "ours"), ("SGLang packed decode", "conventional")):
+        assert [name, *map(_number, gdn[values])] in rows
+    kda = worth.measured()["kda"]
+    words = set(re.findall(r"\d+(?:\.\d+)?", text))
+    assert {_number(value) for name in ("batch", "ours", "conventional") for value in kda[name]} <= words
+    assert worth.measured()["machine"].split(",")[0].split()[-1] in text
+
+
+def _number(value: float) -> str:
+    return f"{value:g}"
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+
+
+def test_between_and_beyond_the_measured_batches(figures: None) -> None:
+    table = worth.measured()["gdn"]
+    at = [worth.at_batch(batch, "gdn", 48, 1.0) for batch in (1, 20, 512)]
+    assert at[0].ours == table["ours"][0]
+    assert at[1].ours == pytest.approx((table["ours"][1] + table["ours"][2]) / 2)
+    assert at[2].ours == 2 * table["ours"][-1] and at[2].worth
+    # few layers, or a small state: the same share, too little of a step
+    assert not worth.at_batch(32, "gdn", 4, 1.0).worth and not worth.at_batch(32, "gdn", 48, 0.1).worth

@@ -52,10 +52,14 @@ def _chart(label_x: str, label_y: str) -> Iterator[tuple[Axes, Callable[[], str]
 
 
 def _lines(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and line style of each arm: the colour of its bars, dashed where those are hatched."""
-    for arm, style in zip(settings.arms, styles(settings), strict=True):
+    """Name and line style of each arm: the colour of its bars, dashed where those are hatched.
+
+    Each line is thinner than the one below it, so that equal arms both show.
+    """
+    for number, (arm, style) in enumerate(zip(settings.arms, styles(settings), strict=True)):
         dashes = "--" if "hatch" in style else "-"
-        yield arm.name, {"color": style["color"], "linestyle": dashes, "linewidth": 1.8, "label": arm.name}
+        width = max(1.4, 3.8 - 1.2 * number)
+        yield arm.name, {"color": style["color"], "linestyle": dashes, "linewidth": width, "label": arm.name}
 
 
 def _runs(results: Results, arm: str, workload: Workload) -> list[Run]:

@@ -175,23 +175,27 @@ class Client:
         if logprobs or score_from is not None:
             body["return_logprob"] = True
         if score_from is not None:
-            body["logprob_start_len"] = score_from
+            body["logprob_start_len"] = max(0, score_from - 1)  # SGLang gives none for the first one asked for
         try:
             async with self._open.post(f"{self.base_url}/generate", json=body) as response:
                 if response.status != 200:
                     raise BenchError(f"the server answered HTTP {response.status}: {_short(await response.text())}")
                 reply = await response.json(content_type=None)
             meta = reply["meta_info"]
-            # SGLang gives [log-probability, token id, text] for each; the first one asked for may have none.
+            # [log-probability, token id, text] for each
             answered, prompt = (
                 [float(entry[0]) for entry in meta.get(key) or () if entry[0] is not None]
                 for key in ("output_token_logprobs", "input_token_logprobs")
             )
-            found = Completion(list(reply["output_ids"]), int(meta.get("cached_tokens") or 0), answered, prompt)
+            scored = 0 if score_from is None else len(input_ids) - score_from
+            cached = int(meta.get("cached_tokens") or 0)
+            found = Completion(list(reply["output_ids"]), cached, answered, prompt[-scored:] if scored else [])
         except (aiohttp.ClientError, asyncio.TimeoutError) as e:
             raise BenchError(f"{self.base_url} gave no answer: {_reason(e)}") from e
         except (ValueError, KeyError, TypeError, IndexError) as e:
             raise BenchError(f"{self.base_url}/generate answered something else than expected: {e!r}") from e
+        if len(found.prompt_logprobs) != scored:
+            raise BenchError(f"the server scored {len(found.prompt_logprobs)} tokens of the prompt instead of {scored}")
         if len(found.ids) != output_len or (logprobs and len(found.logprobs) != output_len):
             raise BenchError(f"the server answered {len(found.ids)} tokens instead of {output_len}")
         return found

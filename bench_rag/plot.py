@@ -32,20 +32,12 @@ def plot(settings: Settings, results: Results, path: Path) -> Path:
             _bars(left, settings, results, workload, "hit_rate", 100.0, "prefix-cache hit rate, %", "{:.1f}")
             limit = 100 * mean_ceiling(results, workload.label)
             left.axhline(limit, color="0.35", linestyle="--", linewidth=1)
-            left.annotate(
-                f"infinite cache {limit:.1f}%",
-                (1, limit),
-                xycoords=("axes fraction", "data"),
-                xytext=(-4, 3),
-                textcoords="offset points",
-                ha="right",
-                fontsize=8,
-                color="0.35",
-            )
+            legend = f"dashed: infinite cache, {limit:.1f}%"
             for x, arm in enumerate(settings.arms):
                 if best := summarise(results, arm.name, workload.label).get("budget_hit_rate"):
-                    left.hlines(100 * best, x - 0.36, x + 0.36, color="#c9782b", linewidth=1.6)
-            left.set_title("orange: the most its pools allow", loc="right", fontsize=8, color="0.35")
+                    left.hlines(100 * best, x - 0.4, x + 0.4, color="0.1", linewidth=1.6)
+                    legend = f"dashed: infinite cache, {limit:.1f}%; solid: its pools' most"
+            left.set_title(legend, loc="right", fontsize=8, color="0.35")
             left.set_ylim(0, 112)
             _latency(right, settings, results, workload, "ttft_ms", "time to first token, ms")
         left.set_title(workload.label, loc="left", fontsize=10, fontweight="bold")

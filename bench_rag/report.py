@@ -90,6 +90,32 @@ def table(settings: Settings, results: Results, workload: Workload, fmt: str = "
     return tabulate(rows, titles, tablefmt=fmt, colalign=alignment, disable_numparse=True)
 
 
+class FigureRow(NamedTuple):
+    """A figure of all arms: its title, a cell per arm, and what the difference from the first arm is (may be empty)."""
+
+    title: str
+    cells: list[str]
+    notes: list[str]
+
+
+def by_figure(settings: Settings, results: Results, workload: Workload) -> list[FigureRow]:
+    """The table of :func:`table` turned over, with the differences in it: one row per figure."""
+    columns = _columns(settings, results, workload)
+    found = [summarise(results, arm.name, workload.label) for arm in settings.arms]
+    listed = differences(settings, results, workload)
+    notes = {
+        arm.name: {d.figure.name: f"{d.text()}, {d.verdict}" for d in listed.get(arm.name, [])} for arm in settings.arms
+    }
+    rows = []
+    for column, title in zip(columns, _one_line([c.title for c in columns]), strict=True):
+        cells = [_cell(summary, column) if summary else "not measured" for summary in found]
+        if column is _EQUAL and found[0]:
+            cells[0] = "ref"
+        rows.append(FigureRow(title, cells, [notes[arm.name].get(column.figure, "") for arm in settings.arms]))
+    failed = [f"{summary['failed_total']:.0f}" if summary else "-" for summary in found]
+    return [*rows, FigureRow("failed requests", failed, [""] * len(failed))]
+
+
 def _columns(settings: Settings, results: Results, workload: Workload) -> list[_Column]:
     """The columns that have something to show."""
     found = [summarise(results, arm.name, workload.label) for arm in settings.arms]

@@ -148,8 +148,11 @@ def test_completions_come_with_what_was_asked_for():
 
     meta = {"cached_tokens": 2, "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]]}
     meta["input_token_logprobs"] = [[None, 2, None], [-1.5, 3, None]]
-    found = asyncio.run(go({"output_ids": [7, 8], "meta_info": meta}, logprobs=True))
-    assert found == Completion([7, 8], 2, [-0.5, -0.25], [-1.5])
+    whole = {"output_ids": [7, 8], "meta_info": meta}
+    assert asyncio.run(go(whole, logprobs=True)) == Completion([7, 8], 2, [-0.5, -0.25], [])
+    assert asyncio.run(go(whole, score_from=2)) == Completion([7, 8], 2, [-0.5, -0.25], [-1.5])
+    with pytest.raises(BenchError, match="scored 1 tokens of the prompt instead of 2"):
+        asyncio.run(go(whole, score_from=1))
     with pytest.raises(BenchError, match="answered 1 tokens instead of 2"):
         asyncio.run(go({"output_ids": [7], "meta_info": meta}))
     with pytest.raises(BenchError, match="answered something else than expected"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench_rag.ceiling import ceiling
+from bench_rag.ceiling import ceiling, ceilings
 from bench_rag.errors import BenchError
 from bench_rag.workloads import (
     WORKLOADS,
@@ -183,6 +183,13 @@ def test_ceiling_equals_brute_force(seed):
     ]
     plan = Plan(conversations, 1)
     assert ceiling(plan) == pytest.approx(brute_force_ceiling(plan), abs=1e-12)
+
+
+@pytest.mark.parametrize("workload", SMALL, ids=lambda w: w.kind)
+def test_a_primed_cache_has_everything_but_last_tokens(workload):
+    found = ceilings(workload.plan(1, VOCAB), primed=True)
+    turns = [(key, tokens) for key, tokens in found.items() if key[1] == 0]
+    assert turns and all(cached == total - 1 for _, (cached, total) in turns)
 
 
 @pytest.mark.parametrize("workload", SMALL, ids=lambda w: w.kind)

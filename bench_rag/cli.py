@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -344,7 +345,8 @@ def _finish(settings: Settings, results: Results, is_demo: bool) -> int:
         picture = plot(settings, results, settings.out / "report.png")
         report.write(settings, results, closing, picture.name)
         (settings.out / "report.html").write_text(html.page(settings, results, closing), encoding="utf-8")
-        print(report.terminal(settings, results))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(report.terminal(settings, results, width))
         print(f"\nwritten to {settings.out}: report.html, report.md, report.png, results.json, requests.jsonl")
     for failure in results.failures:
         print(f"bench_rag: {failure.arm} failed: {failure.sentence}", file=sys.stderr)

@@ -208,12 +208,29 @@ def title(settings: Settings, results: Results, workload: Workload) -> str:
     return f"{text}. Ceiling (infinite cache): {100 * mean_ceiling(results, workload.label):.1f}% hit rate"
 
 
-def terminal(settings: Settings, results: Results) -> str:
-    """All tables, ready to print."""
+def turned_table(settings: Settings, results: Results, workload: Workload) -> str:
+    """:func:`by_figure` as text: a row per figure, a column per arm and one for its difference from the first."""
+    rows = []
+    for row in by_figure(settings, results, workload):
+        cells = [row.title, row.cells[0]]
+        for cell, note in zip(row.cells[1:], row.notes[1:], strict=True):
+            cells += [cell, note]
+        rows.append(cells)
+    first, *others = [arm.name for arm in settings.arms]
+    titles = ["", first, *(title for name in others for title in (name, f"against {first}"))]
+    alignment = ["left", "right", *(side for _ in others for side in ("right", "left"))]
+    return tabulate(rows, titles, colalign=alignment, disable_numparse=True)
+
+
+def terminal(settings: Settings, results: Results, width: int | None = None) -> str:
+    """All tables, ready to print; a table wider than ``width`` characters is turned over."""
     parts = []
     for workload in settings.workloads:
-        parts += [title(settings, results, workload), table(settings, results, workload), ""]
-        if len(settings.seeds) > 1 and (compared := difference_table(settings, results, workload)):
+        shown = table(settings, results, workload)
+        turned = width is not None and max(map(len, shown.splitlines())) > width
+        parts += [title(settings, results, workload)]
+        parts += [turned_table(settings, results, workload) if turned else shown, ""]
+        if not turned and len(settings.seeds) > 1 and (compared := difference_table(settings, results, workload)):
             parts += [compared, ""]
         if crossed := cross_table(results, workload):
             parts += [crossed, ""]

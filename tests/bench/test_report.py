@@ -147,6 +147,21 @@ def html_results(settings_: Settings) -> Results:
     return found
 
 
+def test_a_wide_table_is_turned_over():
+    """A row per figure, with each arm's difference beside its value; nothing is lost or said twice."""
+    given = settings("plain", "intree", "plugin", seeds=(1, 2))
+    found = results(plain=figures(0.8), plugin=figures(0.7, 123.4, equal_outputs=0.5, failed=3))
+    found.runs += [Run(name, "gsp", 2, f, {}) for name, f in (("plain", figures(0.8)), ("plugin", figures(0.7, 140)))]
+    found.ceilings["gsp"][2] = 0.8
+    lines = report.terminal(given, found, width=120).splitlines()
+    assert max(map(len, lines[1:])) < 130
+    rows = {re.split(" {2,}", line)[0]: re.split(" {2,}", line)[1:] for line in lines[3:]}
+    assert rows["hits %"] == ["80.0 ± 0.0", "not measured", "70.0 ± 0.0", "-10.0 points ± 0.0, worse"]
+    assert rows["same out %"][:1] == ["ref"] and rows["failed requests"] == ["0", "-", "3"]
+    assert "against plain" in lines[1] and sum("hit rate" in line for line in lines) == 1  # the ceiling's
+    assert report.terminal(given, found, width=400) == report.terminal(given, found)
+
+
 def test_html_page_is_whole_and_escaped():
     arms = [BUILT_IN["plain"], Arm("<b>plugin</b>", "<i>")]
     given = Settings(arms, [WORKLOAD, Burst(batch=2), Burst(batch=4)], [1], Path("o"), Vocab(), model="folder/model")

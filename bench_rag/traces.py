@@ -40,7 +40,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Trace:
-    """The records of a file in order of time. ``form``: ``mooncake``, ``conversations`` or ``messages``."""
+    """The records of a file in order of time. ``form``: ``mooncake``, ``conversations``, ``messages`` or ``turns``."""
 
     form: str
     records: tuple[Record, ...]
@@ -57,6 +57,9 @@ def read_trace(path: str, most: int = 0) -> Trace:
     - ``conversations`` (ShareGPT and SGLang's custom data set): a list of ``{"from" or "role", "value" or "content"}``,
       questions and answers in turn;
     - ``messages`` (OpenAI requests): a list of ``{"role", "content"}`` and ``max_tokens``, sent as one prompt.
+
+    SGLang's agentic trace is one JSON object instead: under ``conversations`` a list of conversations, each a list of
+    turns with the new ``messages`` of each.
     """
     records: list[Record] = []
     form = ""
@@ -90,6 +93,8 @@ def _objects(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     except (OSError, UnicodeDecodeError) as e:
         raise BenchError(f"cannot read the trace {path}: {getattr(e, 'strerror', None) or e}") from e
     found: list[tuple[str, Any]] = []
+    if (conversations := _agentic(text)) is not None:
+        return [(f"{path}: conversation {i}", {"turns": c}) for i, c in enumerate(conversations, 1)]
     if text.lstrip().startswith("["):
         try:
             found = [(f"{path}: record {i}", value) for i, value in enumerate(json.loads(text), 1)]
@@ -107,6 +112,16 @@ def _objects(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
         if not isinstance(value, dict):
             raise BenchError(f"{where}: a record is a JSON object")
     return found
+
+
+def _agentic(text: str) -> list[Any] | None:
+    """The conversations of an agentic trace; None for a file of another form."""
+    try:
+        whole = json.loads(text)  # ends early, at the second line of a file of JSON lines
+    except json.JSONDecodeError:
+        return None
+    listed = whole.get("conversations") if isinstance(whole, dict) else None
+    return listed if isinstance(listed, list) and any(isinstance(c, list) for c in listed) else None
 
 
 def _count(value: Mapping[str, Any], key: str, least: int) -> int:
@@ -160,19 +175,29 @@ def _conversations(value: Mapping[str, Any]) -> Record:
     return Record(tuple(exchanges), _time(value, 1.0))
 
 
-def _messages(value: Mapping[str, Any]) -> Record:
+def _said(value: Mapping[str, Any]) -> str:
+    """The messages as lines of role and content."""
     lines = []
     for i, message in enumerate(_listed(value, "messages")):
         said = message.get("content")
         if not isinstance(said, str):
             raise ValueError(f"message {i + 1} has no text under content")
         lines.append(f"{message.get('role', 'user')}: {said}\n")
-    if not lines:
+    return "".join(lines)
+
+
+def _turns(value: Mapping[str, Any]) -> Record:
+    return Record(tuple(Exchange(text=said) for turn in _listed(value, "turns") if (said := _said(turn))))
+
+
+def _messages(value: Mapping[str, Any]) -> Record:
+    said = _said(value)
+    if not said:
         return Record(())
     key = "max_completion_tokens" if "max_completion_tokens" in value else "max_tokens"
     limit = _count(value, key, 1) if key in value else 0
-    return Record((Exchange(text="".join(lines), answer_len=limit),), _time(value, 1.0))
+    return Record((Exchange(text=said, answer_len=limit),), _time(value, 1.0))
 
 
-_FORMS = {"mooncake": "input_length", "conversations": "conversations", "messages": "messages"}
-_PARSERS = {"mooncake": _mooncake, "conversations": _conversations, "messages": _messages}
+_FORMS = {"mooncake": "input_length", "conversations": "conversations", "messages": "messages", "turns": "turns"}
+_PARSERS = {"mooncake": _mooncake, "conversations": _conversations, "messages": _messages, "turns": _turns}

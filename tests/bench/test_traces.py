@@ -89,6 +89,21 @@ def test_sglangs_custom_and_openai_forms(write):
     assert {decoded(c.turns[0].new_ids) for c in plan.conversations} == {"system: x\nuser: y\n"}
 
 
+def test_sglangs_agentic_form(write):
+    agent = [
+        {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "prompt_tokens": 9},
+        {"messages": []},
+        {"messages": [{"role": "tool", "content": "z"}]},
+    ]
+    path = write(text=json.dumps({"metadata": {}, "conversations": [agent, agent[2:]]}, indent=1))
+    plan = TraceReplay(trace=path, output_len=5).plan(1, VOCAB)
+    turns = [[(decoded(t.new_ids), t.output_len) for t in c.turns] for c in plan.conversations]
+    assert turns == [[("system: x\nuser: y\n", 5), ("tool: z\n", 5)], [("tool: z\n", 5)]]
+    path = write(text=json.dumps({"conversations": [[{"messages": 3}]]}))
+    with pytest.raises(BenchError, match="trace.jsonl: conversation 1: messages must be a list of objects"):
+        read_trace(path)
+
+
 def test_only_the_first_records_and_no_waits_in_warm_up(write):
     workload = TraceReplay(trace=write(*(mooncake(60_000 * i, 10, [i], output=50) for i in range(50))))
     assert workload.plan(1, VOCAB).requests == 50

@@ -124,7 +124,8 @@ def test_a_run_that_is_all_ramp_is_no_measurement(tmp_path, fakes, capsys):
 def test_one_workload_on_a_real_server(tmp_path):
     """Later turns hit what earlier ones left, on the server with the plugin."""
     model = ("--model", str(tiny.build("qwen3-next")), "--arms", "plugin", "--server-args", "--enable-metrics")
-    data = run(tmp_path, "multi", *model, "--sessions=2", "--turns=3", "--first-len=48", "--question-len=8")
+    sizes = ("--sessions=2", "--turns=3", "--first-len=128", "--question-len=8", "--output-len=8")
+    data = run(tmp_path, "multi", *model, *sizes)
     (found,) = figures(data).values()
     assert found["requests"] == 6 and found["failed"] == 0 and data["runs"][0]["server"]["replay"] == "plugin"
     assert 0.3 < found["hit_rate"] <= data["workloads"][0]["ceiling"]["1"]

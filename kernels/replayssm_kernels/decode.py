@@ -33,30 +33,32 @@ five for one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from .cursors import PAD
-from .gates import GDN, INTERPRETED, KDA, RECORDS, SCALED, exp_careful, gate_constant, log_decay
+from .gates import GDN, KDA, RECORDS, SCALED, exp_careful, gate_constant, log_decay
+from .launch_shapes import DecodeConfig, choose_config
 from .replay import (
     dot_chunks,
+    load_block,
     load_chunks,
     load_chunks_f32,
+    plus,
     project,
     replay_gdn,
     replay_kda,
     replay_scaled,
     times,
 )
-from .ring import STATE_DTYPES, Ring
+from .ring import GROUP, STATE_DTYPES, Ring
 
 _PAD = tl.constexpr(PAD)
 _GDN = tl.constexpr(GDN)
 _KDA = tl.constexpr(KDA)
 _SCALED = tl.constexpr(SCALED)
+_GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
@@ -70,11 +72,11 @@ def _decode_kernel(
     NC: tl.constexpr = K // CH
     NB: tl.constexpr = (L + RB - 1) // RB
     TILES: tl.constexpr = V // SPLIT // BV
-    GROUP: tl.constexpr = HV // H
+    PER_KEY: tl.constexpr = HV // H
     i_split = tl.program_id(0)
     i_hv = tl.program_id(1)
     i_n = tl.program_id(2)
-    i_h = i_hv // GROUP
+    i_h = i_hv // PER_KEY
     v0 = i_split * (V // SPLIT)
     oc = tl.arange(0, CH)
     ov = tl.arange(0, BV)
@@ -90,8 +92,21 @@ def _decode_kernel(
         return
     row = tl.load(rows + i_n).to(tl.int64)
     p_state = state + slot * s_state + i_hv * (V * K) + (v0 + ov)[:, None] * K + oc[None, :]
-    if TILES == 1:  # the longest load first: everything up to its use hides behind it
+    i_key = i_hv if GATE == _SCALED else i_h
+    p_key = ring_k + row * s_k + i_key * (L * K)
+    p_g = ring_g + row * s_g + i_hv * (L if GATE == _GDN else L * K)
+
+    # What hangs on nothing but the row goes first, and is in flight while this token is worked out.
+    if TILES == 1:
         tile = load_chunks(p_state, NC, CH)
+    loaded = ()
+    if NB == 1:
+        loaded = load_block(0, p, p_key, p_g, K, RB, NC, CH, GATE)
+    newest = ()  # gate sums of the newest record: where this token's own sum starts
+    if GATE != _GDN:
+        grows = p > 0 if GATE == _SCALED else p % _GROUP != 0
+        for c in tl.static_range(NC):
+            newest = newest + (tl.load(p_g + (p - 1) * K + c * CH + oc, mask=(oc >= 0) & grows, other=0.0),)
 
     # This token.
     p_q = mixed_qkv + i_n * s_qkv + i_h * K + oc
@@ -115,23 +130,15 @@ def _decode_kernel(
             x = tl.load(a + i_n * s_a + channel).to(tl.float32) + tl.load(dt_bias + channel).to(tl.float32)
             g = g + (log_decay(x, rate, lower_bound, BOUNDED),)
 
-    # Records, newest first.
-    i_key = i_hv if GATE == _SCALED else i_h
-    p_key = ring_k + row * s_k + i_key * (L * K)
     if GATE == _GDN:
-        p_g = ring_g + row * s_g + i_hv * L
-        score_q, score_k, zq, zk = replay_gdn(q, k, g, p, p_key, p_g, K, NB, RB, NC, CH)
+        score_q, score_k, zq, zk = replay_gdn(loaded, q, k, g, p, p_key, p_g, K, NB, RB, NC, CH)
         u_scale = k_norm
     elif GATE == _KDA:
-        p_g = ring_g + row * s_g + i_hv * (L * K)
-        score_q, score_k, zq, zk = replay_kda(q, k, g, p, p_key, p_g, K, NB, RB, NC, CH)
+        score_q, score_k, zq, zk = replay_kda(loaded, q, k, g, p, p_key, p_g, K, NB, RB, NC, CH)
         u_scale = k_norm
     else:
-        p_g = ring_g + row * s_g + i_hv * (L * K)
-        total = ()
-        for c in tl.static_range(NC):
-            total = total + (g[c] + tl.load(p_g + (p - 1) * K + c * CH + oc, mask=oc < p * CH, other=0.0),)
-        score_q, score_k, zq, zk = replay_scaled(q, k, total, p, p_key, K, NB, RB, NC, CH)
+        total = plus(newest, g, NC)
+        score_q, score_k, zq, zk = replay_scaled(loaded, q, k, total, p, p_key, p_g, K, NB, RB, NC, CH)
         u_scale = 1.0
 
     p_u = ring_u + row * s_u + i_hv * (L * V) + v0
@@ -142,9 +149,9 @@ def _decode_kernel(
         hk = project(tile, zk, NC)
         o = project(tile, zq, NC)
         for n in tl.static_range(NB):
-            r = n * RB + tl.arange(0, RB)
-            p_old = p_u + i * BV + (p - 1 - r)[:, None] * V + ov[None, :]
-            u_old = tl.load(p_old, mask=(r < p)[:, None], other=0.0).to(tl.float32)
+            j = (NB - 1 - n) * RB + tl.arange(0, RB)
+            p_old = p_u + i * BV + j[:, None] * V + ov[None, :]
+            u_old = tl.load(p_old, mask=(j < p)[:, None], other=0.0).to(tl.float32)
             hk += tl.sum(u_old * score_k[n][:, None], 0)
             o += tl.sum(u_old * score_q[n][:, None], 0)
         u = beta * (tl.load(p_v + i * BV).to(tl.float32) - hk)
@@ -155,38 +162,15 @@ def _decode_kernel(
         if GATE == _GDN:
             tl.store(p_g + p, g)
         else:
+            sums = plus(newest, g, NC)
             for c in tl.static_range(NC):
-                tl.store(p_g + p * K + c * CH + oc, total[c] if GATE == _SCALED else g[c])
+                tl.store(p_g + p * K + c * CH + oc, sums[c])
         if GATE == _SCALED:
             for c in tl.static_range(NC):
                 tl.store(p_key + p * K + c * CH + oc, k[c] * exp_careful(-total[c]))
-        elif i_hv % GROUP == 0:
+        elif i_hv % PER_KEY == 0:
             for c in tl.static_range(NC):
                 tl.store(p_key + p * K + c * CH + oc, tl.load(p_q + H * K + c * CH))
-
-
-class DecodeConfig(NamedTuple):
-    """Launch shape: value rows per tile, programs per v-head, warps per program, stages of the loop over V."""
-
-    block_v: int
-    split: int
-    warps: int
-    stages: int
-
-
-def choose_config(batch: int, v_heads: int, value_dim: int, key_dim: int) -> DecodeConfig:
-    """One program a (request, v-head) with tiles of 64 value rows; batches too small to fill the GPU split V.
-
-    Swept on an H200 over all shapes that `bench --configs all` lists (16/48 heads of 128, fp32 state): from batch 8 up
-    nothing was more than 1% faster, see docs/measurements.md.
-    """
-    if INTERPRETED:
-        return DecodeConfig(block_v=value_dim, split=1, warps=1, stages=1)
-    wide = max(1, key_dim // 128)  # warps that keep a tile's share of a thread at that of K = 128
-    if batch * v_heads < 132 * 2:
-        block = min(32, value_dim)
-        return DecodeConfig(block_v=block, split=value_dim // block, warps=4 * wide, stages=1)
-    return DecodeConfig(block_v=min(64, value_dim), split=1, warps=2 * wide, stages=1)
 
 
 def _check(
@@ -259,12 +243,15 @@ def decode(
     if batch == 0:
         return out
     u, k, g = ring.layers[layer]
-    block_v, split, warps, stages = config or choose_config(batch, s.v_heads, s.value_dim, s.key_dim)
+    gate = gate_constant(s)
+    block_v, split, warps, stages = config or choose_config(
+        batch * s.v_heads, gate, state_layer.element_size(), s.key_dim, s.value_dim, s.capacity
+    )
     _decode_kernel[(split, s.v_heads, batch)](
         mixed_qkv, a, b, A_log, dt_bias, out, state_layer, u, k, g, slots, rows, pending, scale, s.lower_bound or 0.0,
         mixed_qkv.stride(0), a.stride(0), b.stride(0), state_layer.stride(0), u.stride(0), k.stride(0), g.stride(0),
         H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity,
-        GATE=gate_constant(s), BOUNDED=s.lower_bound is not None,
+        GATE=gate, BOUNDED=s.lower_bound is not None,
         RB=min(RECORDS, max(4, triton.next_power_of_2(s.capacity))), CH=min(32, s.key_dim),
         BV=block_v, SPLIT=split, STAGES=stages, num_warps=warps, num_stages=1,
     )  # fmt: skip

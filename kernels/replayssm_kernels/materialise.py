@@ -17,10 +17,10 @@ Bytes per entry, layer and v-head: V K read, V K written, upto records read.
     state   [layers, slots, HV, V, K]   layer and slot strides free, contiguous within a slot
     ring    see ring.py
 
-The kernel is persistent: a fixed grid walks count * layers * HV * (V / BV) tiles and reads `count` on the
-device, so one launch (also inside a CUDA graph) serves any list and an empty list ends at once. A tile is
-read and then written by the same program and entries have distinct destinations, so folding in place has no
-race; a destination must not be another's source.
+The kernel is persistent: a fixed grid walks count * layers * HV heads and reads `count` on the device, so one launch
+(also inside a CUDA graph) serves any list and an empty list ends at once. A program weighs a head's records once and
+walks its rows in tiles, loads ahead of the stores. A tile is read and then written by the same program and entries have
+distinct destinations, so folding in place has no race; a destination must not be another's source.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ import triton.language as tl
 
 from .cursors import WorkList
 from .decode import check_state
-from .gates import GDN, INTERPRETED, KDA, RECORDS, SCALED, dot_exact, exp_careful, gate_constant
+from .gates import GDN, INTERPRETED, KDA, RECORDS, SCALED, dot_exact, exp_careful, exp_decay, gate_constant
+from .replay import decay_of_block, load_group_sums
 from .ring import Ring
 
 _PROGRAMS_PER_SM = 8
@@ -48,81 +49,91 @@ def _materialise_kernel(
     state, ring_u, ring_k, ring_g, count, entries, capacity, layers,
     l_state, s_state, l_u, s_u, l_k, s_k, l_g, s_g,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    GATE: tl.constexpr, RB: tl.constexpr, BV: tl.constexpr, KEY_SPLIT: tl.constexpr,
+    GATE: tl.constexpr, RB: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, KEY_SPLIT: tl.constexpr,
 ):  # fmt: skip
+    NB: tl.constexpr = (L + RB - 1) // RB
     TILES: tl.constexpr = V // BV
     ok = tl.arange(0, K)
     ov = tl.arange(0, BV)
-    G_RECORD: tl.constexpr = 1 if GATE == _GDN else K  # numbers that a record's gate has
-    total = tl.load(count) * layers * (HV * TILES)
+    total = tl.load(count) * layers * HV
     for t in range(tl.program_id(0), total, tl.num_programs(0)):
-        v = (t % TILES) * BV + ov
-        i_hv = (t // TILES) % HV
-        i_layer = ((t // (TILES * HV)) % layers).to(tl.int64)
-        entry = entries + t // (TILES * HV) // layers
+        i_hv = t % HV
+        i_layer = ((t // HV) % layers).to(tl.int64)
+        entry = entries + t // HV // layers
         row = tl.load(entry).to(tl.int64)
         src = tl.load(entry + capacity).to(tl.int64)
         dst = tl.load(entry + 2 * capacity).to(tl.int64)
         upto = tl.load(entry + 3 * capacity)
-        p_tile = state + i_layer * l_state + i_hv * (V * K) + v[:, None] * K + ok[None, :]
-        p_src = p_tile + src * s_state
-        p_dst = p_tile + dst * s_state
+        p_head = state + i_layer * l_state + i_hv * (V * K) + ov[:, None] * K + ok[None, :]
+        p_src = p_head + src * s_state
+        p_dst = p_head + dst * s_state
         if dst >= 0:
             if (upto < 0) | (upto > L):
-                tl.store(p_dst, tl.full([BV, K], float("nan"), tl.float32).to(state.dtype.element_ty))
+                for i in range(TILES):
+                    unknown = tl.full([BV, K], float("nan"), tl.float32)
+                    tl.store(p_dst + i * (BV * K), unknown.to(state.dtype.element_ty))
             elif upto == 0:
                 if src != dst:
-                    tl.store(p_dst, tl.load(p_src))
+                    for i in tl.range(0, TILES, num_stages=STAGES):
+                        tl.store(p_dst + i * (BV * K), tl.load(p_src + i * (BV * K)))
             else:
-                p_g = ring_g + i_layer * l_g + row * s_g + i_hv * (L * G_RECORD)
-                p_u = ring_u + i_layer * l_u + row * s_u + i_hv * (L * V) + v[None, :]
+                p_u = ring_u + i_layer * l_u + row * s_u + i_hv * (L * V) + ov[None, :]
                 i_key = i_hv if GATE == _SCALED else i_hv // (HV // H)
                 p_k = ring_k + i_layer * l_k + row * s_k + i_key * (L * K) + ok[None, :]
-                # `since` is the log-decay since the newest record of the block that comes next.
+                p_g = ring_g + i_layer * l_g + row * s_g + i_hv * (L if GATE == _GDN else L * K)
+
+                # Keys, and weights on them (KDA) or for u (GDN), newest block first; `since` as in replay.py.
+                keys = ()
+                weights = ()
                 since = 0.0 if GATE == _GDN else tl.zeros([K], tl.float32)
-                acc = tl.zeros([BV, K], tl.float32)
-                for first in range(0, upto, RB):
-                    r = first + tl.arange(0, RB)
-                    record = upto - 1 - r
-                    live = r < upto
-                    u = tl.load(p_u + record[:, None] * V, mask=live[:, None], other=0.0).to(tl.float32)
-                    key = tl.load(p_k + record[:, None] * K, mask=live[:, None], other=0.0)
+                for block in tl.static_range(NB - 1, -1, -1):
+                    j = block * RB + tl.arange(0, RB)
+                    key = tl.load(p_k + j[:, None] * K, mask=(j < upto)[:, None], other=0.0)
                     if GATE == _GDN:
-                        younger = tl.load(p_g + record + 1, mask=live & (r > 0), other=0.0)
-                        weight = tl.where(live, tl.exp(since + tl.cumsum(younger, 0)), 0.0)
-                        acc += dot_exact(tl.trans(u * weight[:, None]), key, KEY_SPLIT)
+                        younger = tl.load(p_g + j + 1, mask=j + 1 < upto, other=0.0)
+                        weight = tl.exp(since + tl.cumsum(younger, 0, reverse=True))
+                        weights = weights + (tl.where(j < upto, weight, 0.0),)
                         since += tl.sum(younger, 0)
                     elif GATE == _KDA:
-                        p_younger = p_g + (record + 1)[:, None] * K + ok[None, :]
-                        younger = tl.load(p_younger, mask=(live & (r > 0))[:, None], other=0.0)
-                        weighted = key.to(tl.float32) * tl.exp(since[None, :] + tl.cumsum(younger, 0))
-                        acc += dot_exact(tl.trans(u), weighted, False)
-                        since += tl.sum(younger, 0)
-                    else:
-                        acc += dot_exact(tl.trans(u), key, False)
-                old = tl.load(p_src).to(tl.float32)
-                # The checkpoint is older than the oldest record by that record's own gate.
-                if GATE == _GDN:
-                    new = acc + old * tl.exp(since + tl.load(p_g))
+                        sums = load_group_sums(p_g, upto, block, ok, K, RB)
+                        within = tl.load(p_g + j[:, None] * K + ok[None, :], mask=(j < upto)[:, None], other=0.0)
+                        decay, since = decay_of_block(since, sums, within, RB)
+                        key = key.to(tl.float32) * exp_decay(decay)
+                    keys = keys + (key,)
+                if GATE == _GDN:  # the checkpoint is older than the oldest record by that record's own gate
+                    fade = tl.exp(since + tl.load(p_g))
                 elif GATE == _KDA:
-                    new = acc + old * tl.exp(since + tl.load(p_g + ok))[None, :]
+                    fade = exp_decay(since)[None, :]
                 else:
-                    new = (acc + old) * exp_careful(tl.load(p_g + (upto - 1) * K + ok))[None, :]
-                tl.store(p_dst, new.to(state.dtype.element_ty))
+                    fade = exp_careful(tl.load(p_g + (upto - 1) * K + ok))[None, :]
+
+                for i in tl.range(0, TILES, num_stages=STAGES):
+                    old = tl.load(p_src + i * (BV * K)).to(tl.float32)
+                    added = tl.zeros([BV, K], tl.float32)
+                    for n in tl.static_range(NB):
+                        j = (NB - 1 - n) * RB + tl.arange(0, RB)
+                        p_old = p_u + i * BV + j[:, None] * V
+                        u = tl.load(p_old, mask=(j < upto)[:, None], other=0.0).to(tl.float32)
+                        if GATE == _GDN:
+                            u *= weights[n][:, None]
+                        added += dot_exact(tl.trans(u), keys[n], KEY_SPLIT and GATE == _GDN)
+                    new = (added + old) * fade if GATE == _SCALED else added + old * fade
+                    tl.store(p_dst + i * (BV * K), new.to(state.dtype.element_ty))
 
 
 class MaterialiseConfig(NamedTuple):
-    """Launch shape: value rows per tile, warps per program."""
+    """Launch shape: value rows per tile, warps per program, stages of the loop over V."""
 
     block_v: int
     warps: int
+    stages: int
 
 
 def choose_materialise_config(value_dim: int, key_dim: int) -> MaterialiseConfig:
-    """Tiles small enough that several programs fit a multiprocessor: their loads and stores overlap."""
+    """Small tiles, loads two ahead: several programs fit a multiprocessor. Swept on an H200, docs/measurements.md."""
     if INTERPRETED:
-        return MaterialiseConfig(block_v=value_dim, warps=1)
-    return MaterialiseConfig(block_v=min(64, value_dim, 8192 // key_dim), warps=4)
+        return MaterialiseConfig(block_v=value_dim, warps=1, stages=1)
+    return MaterialiseConfig(block_v=min(32, value_dim, 4096 // key_dim), warps=4, stages=3)
 
 
 @functools.cache
@@ -155,12 +166,12 @@ def materialise(
     if state.dim() != 5 or state.shape[0] != s.layers:
         raise ValueError(f"the state must be [{s.layers}, slots, HV, V, K], got {tuple(state.shape)}")
     check_state(state, ring)
-    block_v, warps = config or choose_materialise_config(s.value_dim, s.key_dim)
+    block_v, warps, stages = config or choose_materialise_config(s.value_dim, s.key_dim)
     _materialise_kernel[(num_programs or default_programs(state.device),)](
         state, ring.u, ring.k, ring.g, worklist.count, worklist.entries, worklist.max_entries, s.layers,
         state.stride(0), state.stride(1), ring.u.stride(0), ring.u.stride(1),
         ring.k.stride(0), ring.k.stride(1), ring.g.stride(0), ring.g.stride(1),
         H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity,
-        GATE=gate_constant(s), RB=RECORDS, BV=block_v, KEY_SPLIT=s.key_dtype is torch.bfloat16,
+        GATE=gate_constant(s), RB=RECORDS, BV=block_v, STAGES=stages, KEY_SPLIT=s.key_dtype is torch.bfloat16,
         num_warps=warps, num_stages=1,
     )  # fmt: skip

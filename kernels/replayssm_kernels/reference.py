@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from .ring import RingShape
+
 
 class Token(NamedTuple):
     """One decode step's inputs per v-head, in float64; see the shapes above."""
@@ -92,16 +94,19 @@ def replay(S: torch.Tensor, u: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -
 
 
 def replay_row(
-    state: torch.Tensor, ring_u: torch.Tensor, ring_k: torch.Tensor, ring_g: torch.Tensor, upto: int, scaled: bool
+    shape: RingShape, state: torch.Tensor, ring_u: torch.Tensor, ring_k: torch.Tensor, ring_g: torch.Tensor, upto: int
 ) -> torch.Tensor:
     """`replay` from one layer's raw ring row: state [HV, V, K], u [HV, L, V], k [H or HV, L, K], g [HV, L(, K)].
 
-    scaled: the ring keeps scaled keys and accumulated gates; both are turned back first.
+    Sums of gates are turned back into the tokens' own gates, scaled keys into keys.
     """
     u, k, g = ring_u[:, :upto], ring_k[:, :upto].double(), ring_g[:, :upto].double()
-    if scaled:
+    if shape.scaled_keys:
         k = k * g.exp()
-        g = g.diff(dim=1, prepend=torch.zeros_like(g[:, :1]))
+    before = torch.zeros_like(g)
+    before[:, 1:] = g[:, :-1]
+    before[:, :: shape.gate_group] = 0  # a group starts anew
+    g = g - before
     k = k.repeat_interleave(state.shape[0] // k.shape[0], 0)
     return replay(state, u, k, g if g.dim() == 3 else g[..., None])
 

@@ -1,11 +1,14 @@
 """Device functions of buffered decode: vectors and tiles in chunks along K, and the three ways to weigh records.
 
 K is cut into NC register chunks of CH <= 32 channels, held in tuples: a row's sum over K then needs three shuffles for
-four rows, not five for one. Records go newest first in NB blocks of RB, so that 64 of them fit the registers.
+four rows, not five for one. Records go oldest first in NB blocks of RB, blocks newest first, so that 64 of them fit the
+registers. What a block needs from memory is a tuple of loads (`load_block`), so that a ring of one block can be in
+flight before the token's own inputs are.
 
 The three `replay_*` functions return (score_q, score_k, zq, zk). score_q and score_k hold one [RB] vector per block,
-(e^{G_j} k_j) . q and (e^{G_j} k_j) . k; zq and zk are e^G q and e^G k, the checkpoint's projections. q and k are
-normalised and scaled already; p_key and p_g point to the first record of this row and head, p counts the records.
+newest block first: (e^{G_j} k_j) . q and (e^{G_j} k_j) . k; zq and zk are e^G q and e^G k, the projections' vectors.
+q and k are normalised and scaled already; p_key and p_g point to the first record of this row and head, p counts the
+records, `loaded` is block 0 where there is no other.
 """
 
 from __future__ import annotations
@@ -13,7 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gates import exp_careful
+from .gates import GDN, KDA, SCALED, exp_careful, exp_decay
+from .ring import GROUP
+
+_GDN = tl.constexpr(GDN)
+_KDA = tl.constexpr(KDA)
+_SCALED = tl.constexpr(SCALED)
+_GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
@@ -61,35 +70,93 @@ def times(x, factor, NC: tl.constexpr):
 
 
 @triton.jit
-def times_exp(x, log, NC: tl.constexpr):
-    """Chunked vector times e^log, channel by channel."""
+def plus(x, y, NC: tl.constexpr):
+    """Sum of two chunked vectors."""
     chunks = ()
     for c in tl.static_range(NC):
-        chunks = chunks + (x[c] * tl.exp(log[c]),)
+        chunks = chunks + (x[c] + y[c],)
     return chunks
 
 
 @triton.jit
-def replay_gdn(
-    q, k, g, p, p_key, p_g, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr, CH: tl.constexpr
-):
-    """GDN: g is this token's log-decay, a number, and a record's decay weighs its scores."""
+def times_exp(x, log, NC: tl.constexpr):
+    """Chunked vector times e^log, channel by channel."""
+    chunks = ()
+    for c in tl.static_range(NC):
+        chunks = chunks + (x[c] * exp_decay(log[c]),)
+    return chunks
+
+
+@triton.jit
+def load_group_sums(p_g, p, block: tl.constexpr, columns, K: tl.constexpr, RB: tl.constexpr):
+    """KDA: for each group of a block, oldest first, the sum of its gates [columns]; zeros beyond the p records."""
+    sums = ()
+    for m in tl.static_range(RB // _GROUP):
+        first = block * RB + m * _GROUP
+        last = tl.minimum(first + _GROUP, p) - 1
+        sums = sums + (tl.load(p_g + last * K + columns, mask=(columns >= 0) & (first < p), other=0.0),)
+    return sums
+
+
+@triton.jit
+def decay_of_block(since, sums, within, RB: tl.constexpr):
+    """KDA: log-decays of a block's records [RB, columns] and of its start [columns].
+
+    since: log-decay since the block's end; sums: of its groups (`load_group_sums`); within: the stored sums, each
+    since its group's start. No scan over the records: log-decay = (since its group's start) - (stored sum).
+    """
+    group = tl.arange(0, RB) // _GROUP
+    start = tl.zeros(within.shape, tl.float32)
+    for m in tl.static_range(RB // _GROUP - 1, -1, -1):
+        since = since + sums[m]
+        start = tl.where((group == m)[:, None], since[None, :], start)
+    return start - within, since
+
+
+@triton.jit
+def load_block(
+    block: tl.constexpr, p, p_key, p_g, K: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr, CH: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    """Loads of one block of records: NC chunks of keys, then GDN: the gates of each record's younger neighbour; KDA:
+    NC chunks of stored gate sums, then the sums of the groups, chunk by chunk."""
+    j = block * RB + tl.arange(0, RB)
     oc = tl.arange(0, CH)
+    loaded = ()
+    for c in tl.static_range(NC):
+        p_c = p_key + j[:, None] * K + oc[None, :] + c * CH
+        loaded = loaded + (tl.load(p_c, mask=(j < p)[:, None], other=0.0),)
+    if GATE == _GDN:
+        loaded = loaded + (tl.load(p_g + j + 1, mask=j + 1 < p, other=0.0),)
+    elif GATE == _KDA:
+        for c in tl.static_range(NC):
+            p_c = p_g + j[:, None] * K + oc[None, :] + c * CH
+            loaded = loaded + (tl.load(p_c, mask=(j < p)[:, None], other=0.0),)
+        for c in tl.static_range(NC):
+            loaded = loaded + load_group_sums(p_g, p, block, c * CH + oc, K, RB)
+    return loaded
+
+
+@triton.jit
+def replay_gdn(
+    loaded, q, k, g, p, p_key, p_g, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr,
+    CH: tl.constexpr,
+):  # fmt: skip
+    """GDN: g is this token's log-decay, a number, and a record's decay weighs its scores."""
     score_q = ()
     score_k = ()
-    since = g  # log-decay since the newest record of the next block
-    for n in tl.static_range(NB):
-        r = n * RB + tl.arange(0, RB)
-        record = p - 1 - r
-        live = r < p
-        younger = tl.load(p_g + record + 1, mask=live & (r > 0), other=0.0)
-        weight = tl.where(live, tl.exp(since + tl.cumsum(younger, 0)), 0.0)
+    since = g  # log-decay since the end of the next block
+    for block in tl.static_range(NB - 1, -1, -1):
+        if NB > 1:
+            loaded = load_block(block, p, p_key, p_g, K, RB, NC, CH, _GDN)
+        j = block * RB + tl.arange(0, RB)
+        younger = loaded[NC]
+        weight = tl.where(j < p, tl.exp(since + tl.cumsum(younger, 0, reverse=True)), 0.0)
         since += tl.sum(younger, 0)
         sq = tl.zeros([RB, CH], tl.float32)
         sk = tl.zeros([RB, CH], tl.float32)
         for c in tl.static_range(NC):
-            p_c = p_key + record[:, None] * K + oc[None, :] + c * CH
-            key = tl.load(p_c, mask=live[:, None], other=0.0).to(tl.float32)
+            key = loaded[c].to(tl.float32)
             sq += key * q[c][None, :]
             sk += key * k[c][None, :]
         score_q = score_q + (tl.sum(sq, 1) * weight,)
@@ -101,44 +168,41 @@ def replay_gdn(
 
 @triton.jit
 def replay_kda(
-    q, k, g, p, p_key, p_g, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr, CH: tl.constexpr
-):
+    loaded, q, k, g, p, p_key, p_g, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr,
+    CH: tl.constexpr,
+):  # fmt: skip
     """KDA: g holds this token's log-decays in chunks, and a record's decays weigh its key channel by channel."""
-    oc = tl.arange(0, CH)
+    GROUPS: tl.constexpr = RB // _GROUP
     score_q = ()
     score_k = ()
     since = g
-    for n in tl.static_range(NB):
-        r = n * RB + tl.arange(0, RB)
-        record = p - 1 - r
-        live = r < p
+    for block in tl.static_range(NB - 1, -1, -1):
+        if NB > 1:
+            loaded = load_block(block, p, p_key, p_g, K, RB, NC, CH, _KDA)
         sq = tl.zeros([RB, CH], tl.float32)
         sk = tl.zeros([RB, CH], tl.float32)
         further = ()
         for c in tl.static_range(NC):
-            column = oc[None, :] + c * CH
-            key = tl.load(p_key + record[:, None] * K + column, mask=live[:, None], other=0.0).to(tl.float32)
-            p_younger = p_g + (record + 1)[:, None] * K + column
-            younger = tl.load(p_younger, mask=(live & (r > 0))[:, None], other=0.0)
-            key *= tl.exp(since[c][None, :] + tl.cumsum(younger, 0))
-            further = further + (since[c] + tl.sum(younger, 0),)
+            sums = ()
+            for m in tl.static_range(GROUPS):
+                sums = sums + (loaded[2 * NC + c * GROUPS + m],)
+            decay, start = decay_of_block(since[c], sums, loaded[NC + c], RB)
+            further = further + (start,)
+            key = loaded[c].to(tl.float32) * exp_decay(decay)  # a dead record's key is zero, its log-decay finite
             sq += key * q[c][None, :]
             sk += key * k[c][None, :]
         score_q = score_q + (tl.sum(sq, 1),)
         score_k = score_k + (tl.sum(sk, 1),)
         since = further
-    total = ()
-    for c in tl.static_range(NC):
-        total = total + (since[c] + tl.load(p_g + c * CH + oc, mask=oc < p * CH, other=0.0),)
-    return score_q, score_k, times_exp(q, total, NC), times_exp(k, total, NC)
+    return score_q, score_k, times_exp(q, since, NC), times_exp(k, since, NC)
 
 
 @triton.jit
 def replay_scaled(
-    q, k, total, p, p_key, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr, CH: tl.constexpr
-):
+    loaded, q, k, total, p, p_key, p_g, K: tl.constexpr, NB: tl.constexpr, RB: tl.constexpr, NC: tl.constexpr,
+    CH: tl.constexpr,
+):  # fmt: skip
     """KDA with scaled keys: (e^{C_t - C_j} k_j) . q is the stored key times e^{C_t} q; `total` is C_t in chunks."""
-    oc = tl.arange(0, CH)
     zq = ()
     zk = ()
     for c in tl.static_range(NC):
@@ -147,15 +211,14 @@ def replay_scaled(
         zk = zk + (k[c] * decay,)
     score_q = ()
     score_k = ()
-    for n in tl.static_range(NB):
-        r = n * RB + tl.arange(0, RB)
-        p_block = p_key + (p - 1 - r)[:, None] * K + oc[None, :]
+    for block in tl.static_range(NB - 1, -1, -1):
+        if NB > 1:
+            loaded = load_block(block, p, p_key, p_g, K, RB, NC, CH, _SCALED)
         sq = tl.zeros([RB, CH], tl.float32)
         sk = tl.zeros([RB, CH], tl.float32)
         for c in tl.static_range(NC):
-            key = tl.load(p_block + c * CH, mask=(r < p)[:, None], other=0.0)
-            sq += key * zq[c][None, :]
-            sk += key * zk[c][None, :]
+            sq += loaded[c] * zq[c][None, :]
+            sk += loaded[c] * zk[c][None, :]
         score_q = score_q + (tl.sum(sq, 1),)
         score_k = score_k + (tl.sum(sk, 1),)
     return score_q, score_k, zq, zk

@@ -8,21 +8,25 @@ Layout (row-major; L = capacity, H key heads, HV value heads, K and V the head d
     tensor      shape                      dtype          meaning of one record
     u           [layers, rows, HV, L, V]   fp32 or bf16   u_t times the reciprocal norm of the key
     k           [layers, rows, H,  L, K]   activations'   the raw key, exactly as the layer received it
-    g           [layers, rows, HV, L]      fp32           GDN: the log-decay g_t of this one token
+    g           [layers, rows, HV, L]      fp32           GDN: a sum of log-decays, see below
                 [layers, rows, HV, L, K]   fp32           KDA: the same per key channel
     checkpoint  [rows]                     int32          token count of the row's slot, or INERT or FRESH
     faults      [1]                        int32          inconsistent cursors seen so far (0 if all is well)
 
-The log-decay is stored per token and not accumulated: kernels add the gates of the younger records when they need a
-weight. Every gate is <= 0, so those sums never cancel, whereas a difference of two accumulated sums loses the small
-gates that follow a strong one (after g = -1e5 a float32 sum moves in steps of 0.0078).
+g is the sum of the tokens' log-decays since the start of the record's *group*; groups are `RingShape.gate_group`
+neighbouring records. Every log-decay is <= 0, so kernels that add them never cancel, whereas the difference of two sums
+loses the small gates that follow a strong one (after -1e5 a float32 sum moves in steps of 0.0078):
 
-Where KDA's gate is bounded so that a whole ring decays by no more than e^SCALED_LIMIT (`RingShape.scaled_keys`), the
-sums stay small enough to be accumulated, and reading a record needs neither its gate nor an exponential:
+    GDN                1    the token's own log-decay; one number per head is cheap to add up
+    KDA                4    a scan over the records of 128 channels is not; log-decays are cut at -104, where e^g is 0,
+                            so that a sum stays above -416 and a difference is right to 1.5e-5 at worst, 1e-7 as a rule
+    KDA, scaled keys   L    the bound keeps a whole ring above -SCALED_LIMIT
+
+Where KDA's gate is bounded so that a whole ring decays by no more than e^SCALED_LIMIT (`RingShape.scaled_keys`), a
+record is read without its gate and without an exponential, because the key carries both:
 
     u           [layers, rows, HV, L, V]   fp32 or bf16   u_t
-    k           [layers, rows, HV, L, K]   fp32           the normalised key times e^-C_t
-    g           [layers, rows, HV, L, K]   fp32           C_t, the sum of the gates since the checkpoint
+    k           [layers, rows, HV, L, K]   fp32           the normalised key times e^-C_t, C_t the sum in g
 
 Record number j (0 <= j < pending) belongs to token checkpoint + j + 1. Records at and beyond `pending` are
 undefined memory and never read, so a row can be handed to another request without clearing anything but its
@@ -43,6 +47,9 @@ KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 U_DTYPES = (torch.float32, torch.bfloat16)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GATES = ("gdn", "kda")
+
+GROUP = 4
+"""KDA: records per group of gate sums."""
 
 SCALED_LIMIT = 80.0
 """Largest -lower_bound * L for scaled keys: e^80 and e^-80 are normal float32 numbers with room to spare."""
@@ -105,6 +112,13 @@ class RingShape:
     def scaled_keys(self) -> bool:
         """Whether records hold scaled keys and accumulated gates: decided by the model's bound and the capacity."""
         return self.lower_bound is not None and -self.lower_bound * self.capacity <= SCALED_LIMIT
+
+    @property
+    def gate_group(self) -> int:
+        """Records whose gates are summed up in `g`: see the top of this file."""
+        if self.gate == "gdn":
+            return 1
+        return self.capacity if self.scaled_keys else GROUP
 
     @property
     def u_shape(self) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ import torch
 
 from . import reference
 from .cursors import FAULT, PAD, StepPlan, plan_step, set_checkpoint
-from .decode import DecodeConfig
+from .gates import GDN, KDA, SCALED
+from .launch_shapes import DecodeConfig, swept
 from .ring import POISON, Ring, RingShape
 from .workload import Workload
 
@@ -129,9 +130,11 @@ def run(device: torch.device | str) -> list[Result]:
             Case("KDA, capacity 64", bf16, 64, gate="kda"),
             Case("KDA, bounded gate, bf16 state", bf16, 16, state_dtype=bf16, gate="kda", lower_bound=-5.0),
         ]
-        for config in _large_batch_configs():
-            cases.append(Case(f"GDN, {config}", bf16, 16, config=config))
-            cases.append(Case(f"KDA, {config}", bf16, 16, config=config, gate="kda"))
+        # The launch shapes that a batch of three does not reach by itself.
+        for gate, constant in (({}, GDN), (dict(gate="kda"), KDA), (dict(gate="kda", lower_bound=-5.0), SCALED)):
+            for config in sorted({*swept(constant, 4), *swept(constant, 2)}):
+                name = f"{gate.get('gate', 'gdn').upper()}{', bounded gate' if constant == SCALED else ''}, {config}"
+                cases.append(Case(name, bf16, 16, config=config, **gate))
     error = _cursors(device)
     results = [Result("cursors and work lists", error, 0.0, error == 0.0)]
     for case in cases:
@@ -139,10 +142,3 @@ def run(device: torch.device | str) -> list[Result]:
         bound = EXACT if case.state_dtype is fp32 and case.u_dtype is fp32 else ROUNDED
         results.append(Result(case.name, error, bound, error <= bound))
     return results
-
-
-def _large_batch_configs() -> list[DecodeConfig]:
-    """The launch shapes that a batch of three does not reach by itself."""
-    from .decode import choose_config
-
-    return sorted({choose_config(batch, 48, 128, 128) for batch in (1, 4, 16, 64, 256, 1024)})

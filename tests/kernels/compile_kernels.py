@@ -21,8 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import replayssm_kernels  # noqa: F401  (fills sys.modules: the functions shadow their modules' names)
-from replayssm_kernels.decode import choose_config
 from replayssm_kernels.gates import GDN, KDA, SCALED
+from replayssm_kernels.launch_shapes import choose_config, swept
 
 TARGET = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -62,24 +62,30 @@ def layer_types(key: str, state: str, u: str, gate: int) -> dict[str, str]:
 def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """(name, kernel, types, constants, warps) of what servers launch, and the corners of the supported shapes."""
     sizes = dict(H=16, HV=48, K=128, V=128, L=16)
-    configs = sorted({choose_config(batch, 48, 128, 128) for batch in (1, 8, 32, 128, 512)})
     for gate, state in itertools.product((GDN, KDA, SCALED), ("fp32", "bf16")):
-        for c in configs:
+        for c in swept(gate, 4 if state == "fp32" else 2):
             constants = dict(
                 sizes, GATE=gate, BOUNDED=gate == SCALED, RB=16, CH=32, BV=c.block_v, SPLIT=c.split, STAGES=c.stages
             )
             types = layer_types("bf16", state, "fp32", gate)
             yield f"decode gate {gate} {state} {tuple(c)}", DECODE._decode_kernel, types, constants, c.warps
-    for gate, dim, capacity, key in ((GDN, 256, 64, "bf16"), (GDN, 16, 1, "fp16"), (KDA, 64, 7, "fp32")):
-        c = choose_config(1, 4, dim, dim)
+    corners = ((GDN, 256, 64, "bf16"), (GDN, 16, 1, "fp16"), (KDA, 64, 7, "fp32"), (KDA, 128, 64, "bf16"))
+    for (gate, dim, capacity, key), pairs in itertools.product(corners, (1, 10_000)):
+        c = choose_config(pairs, gate, 4, dim, dim, capacity)
         constants = dict(H=2, HV=4, K=dim, V=dim, L=capacity, GATE=gate, BOUNDED=gate == KDA)
         constants |= dict(RB=min(16, max(4, triton.next_power_of_2(capacity))), CH=min(32, dim))
         constants |= dict(BV=c.block_v, SPLIT=c.split, STAGES=c.stages)
         types = layer_types(key, "fp32", "bf16", gate)
-        yield f"decode gate {gate} dim {dim} L {capacity} {key}", DECODE._decode_kernel, types, constants, c.warps
+        yield (
+            f"decode gate {gate} dim {dim} L {capacity} {key} {tuple(c)}",
+            DECODE._decode_kernel,
+            types,
+            constants,
+            c.warps,
+        )
     folds = [(gate, "bf16", state) for gate in (GDN, KDA, SCALED) for state in ("fp32", "bf16")]
     for gate, key, state in (*folds, (GDN, "fp16", "fp32")):
-        constants = dict(sizes, GATE=gate, RB=16, BV=64, KEY_SPLIT=key == "bf16")
+        constants = dict(sizes, GATE=gate, RB=16, BV=32, STAGES=3, KEY_SPLIT=key == "bf16")
         types = layer_types(key, state, "fp32", gate)
         yield f"materialise gate {gate} {key} {state}", MATERIALISE._materialise_kernel, types, constants, 4
     plan = dict.fromkeys(("checkpoint", "faults", "slots", "track_slots", "pending", "fold_count", "fold"), "*i32")

@@ -10,8 +10,8 @@ import argparse
 
 import torch
 
-from ..decode import DecodeConfig
 from ..gates import INTERPRETED
+from ..launch_shapes import DecodeConfig
 from ..ring import RingShape
 from . import decode, materialise, report
 

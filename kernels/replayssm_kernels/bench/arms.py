@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from .. import reference
-from ..decode import DecodeConfig
+from ..launch_shapes import DecodeConfig
 from ..ring import RingShape
 from ..workload import Workload
 

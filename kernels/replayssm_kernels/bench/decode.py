@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..decode import DecodeConfig
+from ..launch_shapes import DecodeConfig
 from ..ring import RingShape
 from ..traffic import buffered_bytes
 from ..workload import Workload

@@ -1,0 +1,272 @@
+"""Replay a workload against a model of the prefix cache: hit rate by policy and number of state slots.
+
+The model keeps what decides hits on a hybrid model: a prompt hits at the deepest stored state that its tokens pass; KV
+lives as long as a state at or beyond it does; slots are shared between running requests and stored states; the stored
+state that was used longest ago goes first. Time is simple on purpose: one prefill after another at a fixed rate, every
+answer token at a fixed pace. KV capacity is not modelled.
+
+`plain` is SGLang's extra_buffer: one state per extend, at its last multiple of 64 or at the branch that it learns on
+the second visit, and one at the last multiple of 256 in an answer. The other rows are policies of
+`sglang_replayssm.boundaries`, written as in its environment variable.
+
+    python -m bench_rag.simulate --workload gsp,zipf,multi --slots 120,223 --policy "" --policy "most=2"
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sglang_replayssm.boundaries import BoundaryPolicy, StateLedger, TextHistory, parse_policy
+
+from .ceiling import ceiling
+from .errors import BenchError
+from .workloads import WORKLOADS, Plan, Vocab
+
+CHUNK = 64  # SGLang's own states of a prefill stand at multiples of it, from where the extend began
+INTERVAL = 256  # SGLang's default --mamba-track-interval
+SLOTS_PER_REQUEST = 3  # a running request's own slot and two track slots
+Prefix = tuple[int, int]  # length and hash
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Slots of the state pool, prefill tokens per second, seconds per answer token; hints every so many tokens."""
+
+    slots: int = 223
+    prefill_rate: float = 18_000.0
+    token_seconds: float = 0.045
+
+
+@dataclass
+class StateCache:
+    """Stored states by prefix, least recently used first; `live` counts the states at or beyond each prefix."""
+
+    slots: int
+    ledger: StateLedger | None = None
+    held: int = 0  # slots of running requests
+    states: OrderedDict[Prefix, list[Prefix]] = field(default_factory=OrderedDict)
+    locked: Counter[Prefix] = field(default_factory=Counter)
+    live: Counter[Prefix] = field(default_factory=Counter)
+
+    def free(self) -> int:
+        return self.slots - self.held - len(self.states)
+
+    def evictable(self) -> int:
+        return len(self.states) - len(self.locked)
+
+    def make_room(self, count: int = 1) -> bool:
+        """Evict until `count` slots are free; False if what is left is in use."""
+        while self.free() < count:
+            if self.ledger is not None:
+                self.ledger.spare(self._touch)
+            victim = next((key for key in self.states if key not in self.locked), None)
+            if victim is None:
+                return False
+            self.live.subtract(self.states.pop(victim))
+            self.live += Counter()
+            if self.ledger is not None:
+                self.ledger.evicted(1)
+        return True
+
+    def _touch(self, key: Prefix) -> bool:
+        if key not in self.states:
+            return False
+        self.states.move_to_end(key)
+        return True
+
+    def insert(self, prefixes: Sequence[Prefix], kind: str) -> None:
+        """Store the state of the last of `prefixes`, which are all prefixes of its tokens, shortest first."""
+        key = prefixes[-1]
+        if key in self.states:
+            self.states.move_to_end(key)
+        elif self.make_room():
+            self.states[key] = list(prefixes)
+            self.live.update(prefixes)
+        else:
+            return
+        if self.ledger is not None:
+            self.ledger.stored(key, kind, key)
+
+    def match(self, prefixes: Sequence[Prefix]) -> tuple[int, int]:
+        """Deepest state and KV, in tokens, that hold a prefix of the prompt whose prefixes are given."""
+        low, high = 0, len(prefixes)  # KV of a prefix implies that of all shorter ones
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.live[prefixes[middle - 1]] else (low, middle - 1)
+        for at in range(low, 0, -1):
+            key = prefixes[at - 1]
+            if key in self.states:
+                self.states.move_to_end(key)
+                if self.ledger is not None:
+                    self.ledger.used(key, key)
+                return at, low
+        return 0, low
+
+    def lock(self, key: Prefix, by: int) -> None:
+        self.locked[key] += by
+        if not self.locked[key]:
+            del self.locked[key]
+
+
+def _prefixes(ids: Sequence[int], known: Sequence[Prefix] = ()) -> list[Prefix]:
+    """(length, hash) of every prefix of `ids`; `known` are those of a shorter prefix."""
+    found = list(known)
+    running = found[-1][1] if found else 0
+    for at in range(len(found), len(ids)):
+        running = hash((running, ids[at]))
+        found.append((at + 1, running))
+    return found
+
+
+def plain_states(start: int, end: int, branch: int) -> list[int]:
+    """Where SGLang's extra_buffer leaves a state in an extend of tokens [start, end)."""
+    last = start + (end - start) // CHUNK * CHUNK
+    branch = branch // CHUNK * CHUNK
+    if last == start:
+        return []
+    return [branch] if start < branch < last and (branch - start) % CHUNK == 0 else [last]
+
+
+@dataclass
+class _Request:
+    """A conversation on its way: history, its prefixes, turn, and where the last prefill began."""
+
+    ids: list[int] = field(default_factory=list)
+    prefixes: list[Prefix] = field(default_factory=list)
+    turn: int = 0
+    start: int = 0
+    branch: int = 0
+
+
+def replay(
+    plan: Plan, machine: Machine, policy: BoundaryPolicy | None, hints: Sequence[Sequence[int]] | None = None
+) -> float:
+    """Share of prompt tokens that hit (0 to 1).
+
+    Args:
+        policy: None is plain extra_buffer.
+        hints: by conversation, token counts where documents end.
+    """
+    ledger = StateLedger(policy) if policy is not None else None
+    history = TextHistory()
+    cache = StateCache(machine.slots, ledger)
+    most = min(plan.concurrency, machine.slots // SLOTS_PER_REQUEST)
+    order = itertools.count()
+    events = [(c.arrival, next(order), "arrive", number) for number, c in enumerate(plan.conversations)]
+    heapq.heapify(events)
+    requests = [_Request() for _ in plan.conversations]
+    waiting: list[int] = []
+    running = hit = total = 0
+    prefill_free = 0.0
+    unique = -1
+
+    def leave(request: _Request, who: int) -> None:
+        end = len(request.ids)
+        if policy is None or ledger is None:
+            for at in plain_states(request.start, end, request.branch):
+                cache.insert(request.prefixes[:at], "end")
+            return
+        branch, joints = history.read(request.ids)
+        given = hints[who] if hints is not None else ()
+        allowed = ledger.allowance(cache.slots, cache.free(), cache.evictable())
+        branch = max(branch, request.branch)
+        for at, kind in policy.choose(request.start, end, end, branch=branch, joints=joints, hints=given):
+            if kind == "branch" or (allowed > 0 and ledger.worth(kind)):
+                cache.insert(request.prefixes[:at], kind)
+                allowed -= kind != "branch"
+        if ledger.worth("end"):
+            for at in plain_states(request.start, end, 0):
+                cache.insert(request.prefixes[:at], "end")
+
+    def finish(request: _Request, output_len: int) -> None:
+        nonlocal unique
+        prompt_len = len(request.ids)
+        request.ids += range(unique, unique - output_len, -1)
+        unique -= output_len
+        request.prefixes = _prefixes(request.ids, request.prefixes)
+        kept = len(request.ids) - 1  # the last token was never computed
+        if policy is None or ledger is None or not policy.finish or not ledger.worth("finish"):
+            kept = kept // INTERVAL * INTERVAL
+        if kept > prompt_len:
+            cache.insert(request.prefixes[:kept], "finish")
+
+    while events:
+        now, _, what, who = heapq.heappop(events)
+        request = requests[who]
+        turn = plan.conversations[who].turns[request.turn]
+        if what == "arrive":
+            request.ids += turn.new_ids
+            request.prefixes = _prefixes(request.ids, request.prefixes)
+            waiting.append(who)
+        elif what == "prefilled":
+            leave(request, who)
+            heapq.heappush(events, (now + turn.output_len * machine.token_seconds, next(order), "finish", who))
+        else:
+            running -= 1
+            cache.held -= SLOTS_PER_REQUEST
+            if request.start:
+                cache.lock(request.prefixes[request.start - 1], -1)
+            finish(request, turn.output_len)
+            request.turn += 1
+            if request.turn < len(plan.conversations[who].turns):
+                pause = plan.conversations[who].turns[request.turn].pause
+                heapq.heappush(events, (now + pause, next(order), "arrive", who))
+        # One prefill at a time; a prompt is matched when its prefill begins.
+        while waiting and running < most and prefill_free <= now and cache.make_room(SLOTS_PER_REQUEST):
+            request = requests[who := waiting.pop(0)]
+            request.start, request.branch = cache.match(request.prefixes[:-1])
+            if request.start:
+                cache.lock(request.prefixes[request.start - 1], 1)
+            cache.held += SLOTS_PER_REQUEST
+            running += 1
+            hit += request.start
+            total += len(request.ids)
+            prefill_free = now + (len(request.ids) - request.start) / machine.prefill_rate
+            heapq.heappush(events, (prefill_free, next(order), "prefilled", who))
+    return hit / total if total else 0.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit code: 2 for bad arguments, with one sentence on stderr."""
+    about = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m bench_rag.simulate", description=about)
+    parser.add_argument("--workload", default="gsp,zipf,multi", help=f"comma-separated from {', '.join(WORKLOADS)}")
+    parser.add_argument("--slots", default="223", help="comma-separated numbers of state slots (default 223)")
+    parser.add_argument("--seeds", default="1", help="comma-separated (default 1)")
+    parser.add_argument("--policy", action="append", metavar="TEXT", help='such as "tail=64:128,most=2"; repeatable')
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=N", help="a size of the workload")
+    options = parser.parse_args(arguments)
+    try:
+        policies = {text or "default": parse_policy(text) for text in options.policy or [""]}
+        seeds = [int(seed) for seed in options.seeds.split(",")]
+        machines = [Machine(slots=int(text)) for text in options.slots.split(",")]
+        print(f"{'workload':10} {'slots':>5}  {'policy':48} {'hit rate':>8}")
+        for kind in options.workload.split(","):
+            workload = _workload(kind, options.set)
+            plans = [workload.plan(seed, Vocab()) for seed in seeds]
+            for machine, (name, policy) in itertools.product(machines, {"plain": None, **policies}.items()):
+                rate = sum(replay(plan, machine, policy) for plan in plans) / len(plans)
+                print(f"{kind:10} {machine.slots:5}  {name:48} {rate:8.1%}", flush=True)
+            print(f"{kind:10} {'all':>5}  {'infinite ceiling':48} {sum(map(ceiling, plans)) / len(plans):8.1%}")
+    except (BenchError, ValueError) as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _workload(kind: str, settings: Sequence[str]):  # noqa: ANN202 - one of many dataclasses
+    if kind not in WORKLOADS:
+        raise BenchError(f"there is no workload {kind!r}; choose from {', '.join(WORKLOADS)}")
+    known = WORKLOADS[kind].__dataclass_fields__
+    sizes = dict(part.partition("=")[::2] for part in settings)
+    return WORKLOADS[kind](**{name: type(known[name].default)(n) for name, n in sizes.items() if name in known})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

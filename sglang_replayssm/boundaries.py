@@ -1,0 +1,327 @@
+"""Which states a prefill leaves for the prefix cache, and which of them go first: the policy, without tensors or SGLang.
+
+A prefill of a prompt can leave the exact state at any token count it passes. Each costs a slot, so the policy picks
+few, by what is known of the prompt, best first:
+
+    branch   where the prompt stops to repeat an earlier one from its first token on; two prompts share all of it
+    hint     where the request says that a document ends (`custom_params`, see `parse_hints`)
+    joint    where text that earlier prompts held, at any place, begins or ends: the edges of a repeated document
+    tail     a geometric series back from the prompt's end, for prompts of which nothing is known yet: a first guess at
+             where a shared prefix stops and a question begins
+
+SGLang leaves one state where a prefill ends ("end"); the plugin adds one where a request ends ("finish").
+
+`TextHistory` finds branches and joints, `BoundaryPolicy.choose` picks, `StateLedger` decides whether a kind of state
+is worth a slot on this traffic and which stored states an eviction must spare. The plugin and
+`python -m bench_rag.simulate`, which replays a trace against a model of the cache, use the same three.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+ENV = "SGLANG_REPLAYSSM_BOUNDARIES"
+"""Settings of the policy: "off", or such as "tail=64:128,most=2" (see BoundaryPolicy for the names)."""
+
+HINTS = "replayssm_boundaries"
+"""Key in a request's `sampling_params.custom_params`: token counts where its documents end."""
+
+MOST_HINTS = 64
+KINDS = ("branch", "hint", "joint", "tail", "end", "finish")
+
+
+@dataclass(frozen=True)
+class BoundaryPolicy:
+    """Where a prefill leaves states, beside the one that SGLang keeps at its end, and what they may cost.
+
+    Attributes:
+        tail: distances from the prompt's end, in tokens.
+        joints: whether the edges of repeated text are boundaries.
+        most: states that one extend may leave.
+        least: tokens that lie between two states of one extend, and before the first.
+        cold: tokens of new text that a prompt must have before anything is guessed about it (tail).
+        finish: whether the state at the end of a request is kept for the next turn.
+        share: the part of all slots that must be free, or hold states never used, before an unproven state takes one.
+        protect: the part of the stored states that may be spared by evictions because they were used.
+        worth: the part of a kind's states that must be used; below it only one in eight of that kind is kept.
+    """
+
+    tail: tuple[int, ...] = (64, 128)
+    joints: bool = True
+    most: int = 4
+    least: int = 64
+    cold: int = 256
+    finish: bool = True
+    share: float = 0.1
+    protect: float = 0.75
+    worth: float = 0.06
+
+    def __post_init__(self) -> None:
+        for name in ("most", "cold"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.least < 1:
+            raise ValueError(f"least must be at least 1, got {self.least}")
+        if any(distance < 1 for distance in self.tail):
+            raise ValueError(f"tail holds distances of at least 1 token, got {self.tail}")
+        for name in ("share", "protect", "worth"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
+
+    def choose(
+        self,
+        start: int,
+        end: int,
+        prompt_len: int,
+        *,
+        branch: int = 0,
+        joints: Sequence[int] = (),
+        hints: Sequence[int] = (),
+        page_size: int = 1,
+    ) -> list[tuple[int, str]]:
+        """(token count, kind) of the states that the extend of tokens [start, end) leaves, ascending, in (start, end).
+
+        Args:
+            start, end: the tokens of this extend (one chunk of a prompt, perhaps).
+            prompt_len: tokens of the whole prompt, `end` or more.
+            branch: tokens of the prompt that an earlier prompt began with; 0 for none.
+            joints: token counts where repeated text begins or ends.
+            hints: token counts where documents end.
+            page_size: a key can name multiples of it only.
+        """
+        chosen: dict[int, str] = {}
+
+        def take(positions: Iterable[int], kind: str) -> None:
+            for position in positions:
+                at = position // page_size * page_size
+                near = any(abs(at - other) < self.least for other in chosen)
+                if len(chosen) < self.most and start + self.least <= at < end and not near:
+                    chosen[at] = kind
+
+        take([branch], "branch")
+        take(sorted(hints), "hint")
+        if self.joints:
+            take(sorted(joints), "joint")
+        known = max([start, branch, *joints])
+        if not hints and prompt_len - known >= self.cold:
+            take((prompt_len - d for d in self.tail if prompt_len - d >= known + self.least), "tail")
+        return sorted(chosen.items())
+
+
+class TextHistory:
+    """Which runs of `window` tokens earlier prompts held, to find where a prompt joins known text and other text.
+
+    Remembers the windows of the last `capacity` tokens or more, up to twice as many.
+    """
+
+    def __init__(self, window: int = 32, capacity: int = 1 << 20) -> None:
+        self.window = window
+        self.capacity = capacity
+        self._young: set[int] = set()
+        self._old: set[int] = set()
+
+    def read(self, ids: Sequence[int], salt: Hashable = None) -> tuple[int, list[int]]:
+        """Branch and joints of a prompt (see `BoundaryPolicy.choose`), ascending; then the prompt is history.
+
+        Args:
+            ids: token ids.
+            salt: prompts of different salt share nothing.
+        """
+        known = [self._seen(window) for window in self._windows(ids, salt)]
+        if len(self._young) >= self.capacity:
+            self._old, self._young = self._young, set()
+        branch, joints = 0, []
+        for at, (before, now) in enumerate(zip([False, *known], [*known, False], strict=True)):
+            if now and not before and at:
+                joints.append(at)
+            elif before and not now and at + self.window - 1 < len(ids):
+                # The last known window starts at `at - 1`.
+                edge = at + self.window - 1
+                if not joints and not branch and all(known[:at]):
+                    branch = edge
+                else:
+                    joints.append(edge)
+        return branch, sorted(set(joints))
+
+    def _seen(self, window: int) -> bool:
+        if window in self._young:
+            return True
+        self._young.add(window)
+        return window in self._old
+
+    def _windows(self, ids: Sequence[int], salt: Hashable) -> list[int]:
+        """A 64-bit hash of each run of `window` tokens."""
+        import numpy
+
+        count = len(ids) - self.window + 1
+        if count < 1:
+            return []
+        tokens = numpy.asarray(ids, dtype=numpy.int64).view(numpy.uint64)
+        mixed = numpy.full(count, hash(salt) & (2**64 - 1), dtype=numpy.uint64)
+        for offset in range(self.window):
+            mixed = mixed * numpy.uint64(6364136223846793005) + tokens[offset : offset + count]
+        return mixed.tolist()
+
+
+@dataclass
+class _State:
+    kind: str
+    proven: bool
+    payload: Any
+
+
+@dataclass
+class _Tally:
+    stored: float = 0.0
+    used: float = 0.0
+    refused: int = 0
+
+
+@dataclass
+class StateLedger:
+    """The states that the cache stores, as far as is known, in the order of its LRU list: oldest first.
+
+    A state is *proven* once a request started from it, or when it is stored at a branch. Evictions take the oldest;
+    `spare` has the proven ones at the old end refreshed, so that states nobody used go first.
+    """
+
+    policy: BoundaryPolicy
+    tallies: dict[str, _Tally] = field(default_factory=lambda: {kind: _Tally() for kind in KINDS})
+    _states: OrderedDict[Hashable, _State] = field(default_factory=OrderedDict)
+    _proven: int = 0
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @property
+    def proven(self) -> int:
+        """How many of the states are proven."""
+        return self._proven
+
+    def stored(self, name: Hashable, kind: str, payload: Any = None) -> None:
+        """A state was stored, or stored again."""
+        state = self._states.get(name)
+        if state is None:
+            state = self._states[name] = _State(kind, kind == "branch", payload)
+            self._proven += state.proven
+            tally = self.tallies[kind]
+            tally.stored += 1
+            if tally.stored >= 128:  # forget slowly: traffic changes
+                tally.stored /= 2
+                tally.used /= 2
+        self._states.move_to_end(name)
+
+    def used(self, name: Hashable, payload: Any = None) -> None:
+        """A request starts from the state; one that the ledger lost sight of comes back."""
+        state = self._states.get(name)
+        if state is None:
+            state = self._states[name] = _State("", True, payload)
+            self._proven += 1
+        elif state.kind:
+            self.tallies[state.kind].used += 1
+            state.kind = ""  # counted once
+            self._proven += not state.proven
+            state.proven = True
+        self._states.move_to_end(name)
+
+    def evicted(self, count: int) -> None:
+        """The cache evicted `count` states: the oldest."""
+        for _ in range(min(count, len(self._states))):
+            self._proven -= self._states.popitem(last=False)[1].proven
+
+    def clear(self) -> None:
+        """The cache was emptied."""
+        self._states.clear()
+        self._proven = 0
+
+    def spare(self, touch: Callable[[Any], bool]) -> None:
+        """Before an eviction: refresh proven states at the old end until one that nobody used is the oldest.
+
+        Args:
+            touch: makes the state with this payload the cache's youngest; False if it is no longer stored.
+        """
+        for _ in range(len(self._states)):
+            name, state = next(iter(self._states.items()))
+            unproven = len(self._states) - self._proven
+            if not state.proven or not unproven or self._proven > self.policy.protect * len(self._states):
+                return
+            if touch(state.payload):
+                self._states.move_to_end(name)
+            else:
+                self._states.popitem(last=False)
+                self._proven -= 1
+
+    def worth(self, kind: str) -> bool:
+        """Whether another state of this kind is worth a slot: enough of the last ones were used.
+
+        One in eight is kept even so; traffic changes.
+        """
+        tally = self.tallies[kind]
+        if tally.stored < 16 or tally.used >= self.policy.worth * tally.stored:
+            return True
+        tally.refused += 1
+        return tally.refused % 8 == 0
+
+    def allowance(self, slots: int, free: int, evictable: int) -> int:
+        """How many slots unproven states may take now, so that no proven one has to go.
+
+        Args: slots of the pool, those that hold nothing, and those whose state no running request uses.
+        """
+        return max(0, free + max(0, evictable - self._proven) - int(self.policy.share * slots))
+
+
+def parse_hints(custom_params: Any) -> tuple[list[int], str | None]:
+    """Hinted token counts of a request, ascending, and what is wrong with them as a sentence (None if nothing is).
+
+    Args:
+        custom_params: `sampling_params.custom_params` of the request, whatever the client sent.
+    """
+    given = custom_params.get(HINTS) if isinstance(custom_params, dict) else None
+    if given is None:
+        return [], None
+    if not isinstance(given, (list, tuple)) or any(type(n) is not int or n < 1 for n in given):
+        return [], f"{HINTS} must be a list of token counts of at least 1; it is ignored."
+    if len(given) > MOST_HINTS:
+        return [], f"{HINTS} holds {len(given)} token counts, at most {MOST_HINTS} are allowed; it is ignored."
+    return sorted(set(given)), None
+
+
+def parse_policy(text: str) -> BoundaryPolicy | None:
+    """The policy that a setting such as "tail=64:128,most=2" asks for; "" is the default, "off" is None.
+
+    Raises:
+        ValueError: a sentence that names the setting and what is allowed.
+    """
+    text = text.strip()
+    if text.lower() in ("off", "0", "false", "no"):
+        return None
+    policy = BoundaryPolicy()
+    known = {setting.name for setting in fields(BoundaryPolicy)}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, given, value = part.partition("=")
+        if not given or name not in known:
+            raise ValueError(f"{ENV}: {part!r} is none of {', '.join(f'{n}=...' for n in sorted(known))}, nor off.")
+        try:
+            policy = replace(policy, **{name: _value(getattr(policy, name), value)})
+        except ValueError as error:
+            raise ValueError(f"{ENV}: {part!r}: {error}") from None
+    return policy
+
+
+def _value(default: Any, text: str) -> Any:
+    if isinstance(default, tuple):
+        return tuple(int(number) for number in filter(None, text.split(":")))
+    if isinstance(default, bool):
+        if text not in ("0", "1"):
+            raise ValueError("it is 0 or 1")
+        return text == "1"
+    return type(default)(text)
+
+
+def policy_from_environment() -> BoundaryPolicy | None:
+    """The policy this process runs with. Raises ValueError as `parse_policy`."""
+    return parse_policy(os.environ.get(ENV, ""))

@@ -71,10 +71,10 @@ class StateCache:
             self.live.subtract(self.states.pop(victim))
             self.live += Counter()
             if self.ledger is not None:
-                self.ledger.evicted(1)
+                self.ledger.prune(self.states.__contains__)
         return True
 
-    def _touch(self, key: Prefix) -> bool:
+    def _touch(self, key: Prefix, _: object) -> bool:
         if key not in self.states:
             return False
         self.states.move_to_end(key)
@@ -91,7 +91,7 @@ class StateCache:
         else:
             return
         if self.ledger is not None:
-            self.ledger.stored(key, kind, key)
+            self.ledger.stored(key, kind)
 
     def match(self, prefixes: Sequence[Prefix]) -> tuple[int, int]:
         """Deepest state and KV, in tokens, that hold a prefix of the prompt whose prefixes are given."""
@@ -104,7 +104,7 @@ class StateCache:
             if key in self.states:
                 self.states.move_to_end(key)
                 if self.ledger is not None:
-                    self.ledger.used(key, key)
+                    self.ledger.used(key, lambda: None)
                 return at, low
         return 0, low
 

@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from sglang_replayssm.boundaries import policy_from_environment
+
 logger = logging.getLogger(__name__)
 
 DISABLE_ENV = "SGLANG_REPLAYSSM_DISABLE"
@@ -115,6 +117,13 @@ def u_dtype_name() -> str:
     return name
 
 
+def extra_buffer() -> bool:
+    """Whether the published configuration keeps prefixes in the default way, with track slots beside requests."""
+    from sglang.srt.runtime_context import get_exec, get_memory
+
+    return bool(get_exec().mamba.enable_mamba_extra_buffer) and not get_memory().disable_radix_cache
+
+
 def supported_architectures() -> str:
     """The supported architectures as a list for people."""
     return ", ".join(name for names in ARCHITECTURES.values() for name in names)
@@ -145,10 +154,11 @@ def refusals(view: Any, architectures: list[str], gate: str | None) -> list[str]
         if value is not None and test(value):
             found.append(f"{FLAG} is not proven with {what} yet: {change}, or drop {FLAG}.")
     found.extend(_device_refusals(view.device))
-    try:
-        u_dtype_name()
-    except ValueError as error:
-        found.append(str(error))
+    for setting in (u_dtype_name, policy_from_environment):
+        try:
+            setting()
+        except ValueError as error:
+            found.append(str(error))
     return found
 
 

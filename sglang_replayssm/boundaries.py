@@ -53,7 +53,7 @@ class BoundaryPolicy:
     tail: tuple[int, ...] = (64, 128)
     joints: bool = True
     most: int = 4
-    least: int = 64
+    least: int = 32
     cold: int = 256
     finish: bool = True
     share: float = 0.1
@@ -169,9 +169,9 @@ class TextHistory:
 
 @dataclass
 class _State:
-    kind: str
+    kind: str  # "" once its first use is counted, or where it is not known
     proven: bool
-    payload: Any
+    key: Any
 
 
 @dataclass
@@ -197,62 +197,65 @@ class StateLedger:
     def __len__(self) -> int:
         return len(self._states)
 
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._states
+
     @property
     def proven(self) -> int:
         """How many of the states are proven."""
         return self._proven
 
-    def stored(self, name: Hashable, kind: str, payload: Any = None) -> None:
-        """A state was stored, or stored again."""
+    def stored(self, name: Hashable, kind: str, key: Any = None) -> None:
+        """A state was stored, or stored again; `key` is what `spare` hands to `touch`. An unknown kind is ""."""
         state = self._states.get(name)
         if state is None:
-            state = self._states[name] = _State(kind, kind == "branch", payload)
+            state = self._states[name] = _State(kind, kind == "branch", key)
             self._proven += state.proven
-            tally = self.tallies[kind]
-            tally.stored += 1
-            if tally.stored >= 128:  # forget slowly: traffic changes
-                tally.stored /= 2
-                tally.used /= 2
+            if kind:
+                tally = self.tallies[kind]
+                tally.stored += 1
+                if tally.stored >= 128:  # forget slowly: traffic changes
+                    tally.stored /= 2
+                    tally.used /= 2
         self._states.move_to_end(name)
 
-    def used(self, name: Hashable, payload: Any = None) -> None:
-        """A request starts from the state; one that the ledger lost sight of comes back."""
+    def used(self, name: Hashable, key: Callable[[], Any]) -> None:
+        """A request starts from the state; `key` makes the key of one that the ledger does not know."""
         state = self._states.get(name)
         if state is None:
-            state = self._states[name] = _State("", True, payload)
-            self._proven += 1
+            state = self._states[name] = _State("", False, key())
         elif state.kind:
             self.tallies[state.kind].used += 1
-            state.kind = ""  # counted once
-            self._proven += not state.proven
-            state.proven = True
+            state.kind = ""
+        self._proven += not state.proven
+        state.proven = True
         self._states.move_to_end(name)
 
-    def evicted(self, count: int) -> None:
-        """The cache evicted `count` states: the oldest."""
-        for _ in range(min(count, len(self._states))):
+    def prune(self, alive: Callable[[Hashable], bool]) -> None:
+        """After an eviction: forget the oldest states up to the first that is still stored."""
+        while self._states and not alive(next(iter(self._states))):
             self._proven -= self._states.popitem(last=False)[1].proven
 
-    def clear(self) -> None:
-        """The cache was emptied."""
-        self._states.clear()
-        self._proven = 0
+    def spare(self, touch: Callable[[Hashable, Any], bool], count: int = 1) -> None:
+        """Before an eviction of `count` states: refresh proven ones until the `count` oldest are unproven.
 
-    def spare(self, touch: Callable[[Any], bool]) -> None:
-        """Before an eviction: refresh proven states at the old end until one that nobody used is the oldest.
+        Proven states beyond the policy's `protect` are not refreshed, nor are any when nothing else is left.
 
         Args:
-            touch: makes the state with this payload the cache's youngest; False if it is no longer stored.
+            touch: makes the state of this name and key the cache's youngest; False if it is no longer stored.
         """
-        for _ in range(len(self._states)):
-            name, state = next(iter(self._states.items()))
+        victims = 0
+        for name in list(self._states):
             unproven = len(self._states) - self._proven
-            if not state.proven or not unproven or self._proven > self.policy.protect * len(self._states):
+            if victims >= min(count, unproven) or self._proven > self.policy.protect * len(self._states):
                 return
-            if touch(state.payload):
+            state = self._states[name]
+            if not state.proven:
+                victims += 1
+            elif touch(name, state.key):
                 self._states.move_to_end(name)
             else:
-                self._states.popitem(last=False)
+                del self._states[name]
                 self._proven -= 1
 
     def worth(self, kind: str) -> bool:

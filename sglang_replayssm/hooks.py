@@ -6,12 +6,16 @@ original function first.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_replayssm import arguments, memory_plan
+from sglang_replayssm import arguments, memory_plan, split_extend
+from sglang_replayssm.boundaries import policy_from_environment
+from sglang_replayssm.prefix_states import ATTRIBUTE as STATES_ATTRIBUTE
+from sglang_replayssm.prefix_states import PrefixStates, states_of
 from sglang_replayssm.request_ring import ATTRIBUTE, RequestRing, ring_of
 from sglang_replayssm.seams import SEAMS
 
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 Original = Callable[..., Any]
+_SPLIT = "replayssm_split"  # on a backend: how the extends of the forward in progress are split, or None
 _FUSED_DECODE = "_k3_fused_decode_args"  # on a layer: static weights of SGLang's fused KDA decode, see forward_decode
 
 
@@ -51,7 +56,11 @@ def build_hybrid_req_pool(original: Original, configurator: Any, **kwargs: Any) 
     if arguments.requested():
         shape = memory_plan.ring_shape(configurator, rows=pool.req_to_token.shape[0])
         memory_plan.require_reserved(configurator, shape)
-        setattr(pool, ATTRIBUTE, RequestRing(shape, pool, configurator.device))
+        ring = RequestRing(shape, pool, configurator.device)
+        setattr(pool, ATTRIBUTE, ring)
+        policy = policy_from_environment()
+        if policy is not None and arguments.extra_buffer():
+            setattr(pool, STATES_ATTRIBUTE, PrefixStates(policy, ring.last_layer_id))
     return pool
 
 
@@ -61,9 +70,15 @@ def build_hybrid_req_pool(original: Original, configurator: Any, **kwargs: Any) 
 def model_forward(original: Original, runner: Any, forward_batch: ForwardBatch, *args: Any, **kwargs: Any) -> Any:
     """ModelRunner.forward: the one place that every real forward passes, on the forward stream."""
     ring = ring_of(runner.req_to_token_pool)
-    if ring is not None and not runner.is_draft_worker:
-        ring.before_forward(forward_batch)
-    return original(runner, forward_batch, *args, **kwargs)
+    if ring is None or runner.is_draft_worker:
+        return original(runner, forward_batch, *args, **kwargs)
+    ring.before_forward(forward_batch)
+    try:
+        return original(runner, forward_batch, *args, **kwargs)
+    finally:
+        states = states_of(runner.req_to_token_pool)
+        if states is not None:
+            states.end_forward(forward_batch)
 
 
 class BufferedDecode:
@@ -138,8 +153,15 @@ def init_metadata(original: Original, backend: Any, forward_batch: ForwardBatch)
     """{GDN,KDA}AttnBackend.init_forward_metadata: eager forwards."""
     original(backend, forward_batch)
     ring = _buffered(backend)
-    if ring is not None and forward_batch.logical_forward_mode.is_decode():
+    if ring is None:
+        return
+    if forward_batch.logical_forward_mode.is_decode():
         _plan(ring, backend, forward_batch, forward_batch.mamba_track_mask)
+        return
+    states = states_of(backend.req_to_token_pool)
+    if states is not None:
+        split = states.split_of(backend, forward_batch, functools.partial(original, backend))
+        setattr(backend, _SPLIT, split)
 
 
 def init_metadata_out_graph(
@@ -196,6 +218,21 @@ def forward_decode(
         setattr(layer, _FUSED_DECODE, fused)
 
 
+def forward_extend(
+    original: Original, backend: Any, layer: Any, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
+) -> Any:
+    """{GDN,KDA}AttnBackend.forward_extend: in rounds, where boundaries ask for states on the way.
+
+    A prefill that runs from a CUDA graph comes with tables of its own and is not split; its boundaries stay unwritten.
+    """
+    split = getattr(backend, _SPLIT, None)
+    if split is None or getattr(backend, "prefill_graph_metadata", None) is not None:
+        return original(backend, layer, forward_batch, *args, **kwargs)
+    return split_extend.run(
+        split, original, backend, layer, *args, output=kwargs.pop("linear_attn_output", None), **kwargs
+    )
+
+
 def track_decode(
     original: Original,
     backend: Any,
@@ -232,23 +269,86 @@ def track_decode(
 # -- prefix cache -----------------------------------------------------------------------------------------------------
 
 
+def prepare_track_extend(original: Original, batch: Any, req: Any) -> Any:
+    """ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend: a request's extend gets its boundaries."""
+    states = states_of(batch.req_to_token_pool)
+    return original(batch, req) if states is None else states.prepare_extend(batch, req, original)
+
+
+def checkpoint_into_tree(original: Original, cache: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
+    """UnifiedRadixCache.checkpoint_into_tree: boundaries go in before SGLang's own state."""
+    states = states_of(cache.req_to_token_pool)
+    if states is not None:
+        states.checkpoint(cache, req, up_to, original)
+    original(cache, req, up_to=up_to, **kwargs)
+
+
+def match_prefix(original: Original, cache: Any, params: Any) -> Any:
+    """UnifiedRadixCache.match_prefix: the ledger learns which states are used."""
+    result = original(cache, params)
+    states = states_of(cache.req_to_token_pool)
+    if states is not None:
+        states.matched(params, result)
+    return result
+
+
+def evict(original: Original, cache: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    """UnifiedRadixCache._evict: states that nobody used go before those that somebody did."""
+    states = states_of(cache.req_to_token_pool)
+    if states is None or not params.mamba_num:
+        return original(cache, params, *args, **kwargs)
+    states.before_eviction(cache, params.mamba_num)
+    result = original(cache, params, *args, **kwargs)
+    states.after_eviction(cache)
+    return result
+
+
 def prepare_for_caching_req(
     original: Original, component: Any, req: Any, insert_params: Any, token_ids_len: int, is_finished: bool
 ) -> int | None:
-    """MambaComponent.prepare_for_caching_req: under no_buffer the request's own slot is what the tree keeps.
+    """MambaComponent.prepare_for_caching_req: which state an insert brings, and for how many tokens.
 
-    Under extra_buffer the tree keeps track slots, which are exact already. Under no_buffer the slot is folded
-    first; where the key stops short of the state (stop inside a committed run, stripped reasoning), no state can
-    be named by that key and none is kept: conv and temporal must stand at the key's token count.
+    Under extra_buffer the tree keeps boundaries and track slots, which are exact already. Under no_buffer the
+    request's own slot is what it keeps, and that is folded first; where the key stops short of the state (stop inside
+    a committed run, stripped reasoning), no state can be named by that key and none is kept: conv and temporal must
+    stand at the key's token count.
     """
+    states = states_of(component.cache.req_to_token_pool)
+    if states is not None and (at := states.prepare_insert(insert_params)) is not None:
+        return at
     ring = ring_of(component.cache.req_to_token_pool)
     if ring is not None and not component.cache.enable_mamba_extra_buffer:
         if is_finished and token_ids_len != req.kv.kv_committed_len:
             return 0
         ring.fold_row(req.kv.req_pool_idx, req.kv.mamba_pool_idx, token_ids_len)
+    elif states is not None and is_finished:
+        cache = component.cache
+        if (at := states.donate(ring, req, insert_params, token_ids_len, cache.page_size)) is not None:
+            return at
+    elif states is not None and not states.keeps(req):
+        return 0
     return original(
         component, req=req, insert_params=insert_params, token_ids_len=token_ids_len, is_finished=is_finished
     )
+
+
+def cleanup_after_caching_req(
+    original: Original,
+    component: Any,
+    req: Any,
+    is_finished: bool,
+    insert_result: Any = None,
+    insert_params: Any = None,
+) -> None:
+    """MambaComponent.cleanup_after_caching_req: what became of the state that an insert brought."""
+    states = states_of(component.cache.req_to_token_pool)
+    if states is not None:
+        states.inserted(insert_params, insert_result, is_finished)
+        if states.cleanup_insert(component.cache, req, insert_params, insert_result):
+            return
+        if is_finished:
+            states.drop(req, component.cache)
+    original(component, req, is_finished, insert_result=insert_result, insert_params=insert_params)
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -260,8 +360,14 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "init_forward_metadata": init_metadata,
     "init_forward_metadata_out_graph": init_metadata_out_graph,
     "forward_decode": forward_decode,
+    "forward_extend": forward_extend,
     "_track_mamba_state_decode": track_decode,
+    "_mamba_radix_cache_v2_req_prepare_for_extend": prepare_track_extend,
+    "checkpoint_into_tree": checkpoint_into_tree,
+    "match_prefix": match_prefix,
+    "_evict": evict,
     "prepare_for_caching_req": prepare_for_caching_req,
+    "cleanup_after_caching_req": cleanup_after_caching_req,
 }
 HOOKS: dict[str, Callable[..., Any]] = {
     seam.target: _FUNCTIONS[seam.target.rsplit(".", 1)[1]] for seam in SEAMS if seam.use == "override"

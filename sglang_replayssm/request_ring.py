@@ -81,6 +81,8 @@ class RequestRing:
         self._fault_copy = torch.zeros(1, dtype=torch.int32, pin_memory=self._pinned)
         self._fault_event = torch.cuda.Event() if self._pinned else None
         self._fault_pending = False
+        self._leaving: list[tuple[int, torch.Tensor, int]] = []
+        self._left: list[torch.Tensor] = []
         logger.info(
             "ReplaySSM: buffered decode on, ring of %d records x %d request rows x %d layers = %.2f GiB (u in %s).",
             shape.capacity,
@@ -98,6 +100,7 @@ class RequestRing:
         A forward that is neither buffered decode nor idle reads and writes the slot itself, so it starts from a
         folded slot and leaves the checkpoint at the end of the extend (DESIGN invariant 3).
         """
+        self._fold_leaving()
         self._claim_rows()
         self._check_faults()
         mode = batch.logical_forward_mode
@@ -185,6 +188,26 @@ class RequestRing:
         rows = self._to_device(torch.tensor([row]))
         lens = self._to_device(torch.tensor([committed]))
         plan_forced_fold(self.ring, self.plan.fold, rows, lens, slot.reshape(1), lens)
+        materialise(self.state, self.ring, self.plan.fold)
+
+    def fold_before_next_forward(self, row: int, slot: torch.Tensor, committed: int) -> None:
+        """As `fold_row`, but on the forward stream, at the start of whatever forward comes next.
+
+        For a slot that leaves while a step of its request may still be in flight on that stream. Who takes the slot
+        reads it in a forward, and the row's next owner runs in one: both come after.
+        """
+        self._leaving.append((row, slot.reshape(1), committed))
+
+    def _fold_leaving(self) -> None:
+        if not self._leaving:
+            return
+        rows, slots, lens = zip(*self._leaving, strict=True)
+        # The allocator of the stream that made these must not hand their memory on before this stream has read it.
+        self._left = list(slots)
+        self._leaving = []
+        row_ids = self._to_device(torch.tensor(rows))
+        counts = self._to_device(torch.tensor(lens))
+        plan_forced_fold(self.ring, self.plan.fold, row_ids, counts, torch.cat(slots), counts)
         materialise(self.state, self.ring, self.plan.fold)
 
     # -- faults -------------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ TESTED_SGLANG = ("0.5.23",)
 
 _S = "sglang.srt."
 _POOL = _S + "mem_cache.memory_pool."
+_CACHE = _S + "mem_cache.unified_radix_cache.UnifiedRadixCache."
+_BASE_CACHE = _S + "mem_cache.base_prefix_cache."
 _CONFIGURATOR = _S + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
 
 
@@ -58,6 +60,11 @@ def _backend_seams(module: str, kind: str, dispatcher_fields: tuple[str, ...]) -
         ),
         Seam(
             backend + ".forward_decode",
+            "override",
+            ("self", "layer", "forward_batch", "mixed_qkv", "a", "b", "kwargs"),
+        ),
+        Seam(
+            backend + ".forward_extend",
             "override",
             ("self", "layer", "forward_batch", "mixed_qkv", "a", "b", "kwargs"),
         ),
@@ -146,14 +153,25 @@ SEAMS: tuple[Seam, ...] = (
             "batch_size",
             "req_pool_indices",
             "seq_lens",
+            "req_pool_indices_cpu",
+            "seq_lens_cpu",
+            "extend_num_tokens",
             "extend_prefix_lens",
+            "extend_prefix_lens_cpu",
+            "extend_seq_lens",
+            "extend_seq_lens_cpu",
+            "extend_start_loc",
             "mamba_track_mask",
+            "mamba_track_indices",
+            "mamba_track_seqlens",
+            "mamba_track_seqlens_cpu",
+            "mamba_prefill_track_mask_cpu",
         ),
     ),
     Seam(
         _S + "model_executor.forward_batch_info.ForwardMode",
         "read",
-        fields=("is_decode", "is_decode_or_idle"),
+        fields=("is_decode", "is_decode_or_idle", "is_extend", "is_target_verify"),
     ),
     Seam(_S + "layers.radix_linear_attention.RadixLinearAttention", "read", fields=("layer_id", "lower_bound")),
     *_backend_seams("gdn_backend", "GDN", ()),
@@ -175,17 +193,71 @@ SEAMS: tuple[Seam, ...] = (
         "override",
         ("self", "req", "insert_params", "token_ids_len", "is_finished"),
     ),
+    Seam(
+        _S + "mem_cache.unified_cache.components.mamba.MambaComponent.cleanup_after_caching_req",
+        "override",
+        ("self", "req", "is_finished", "insert_result", "insert_params"),
+    ),
     Seam(_S + "mem_cache.unified_cache.components.mamba.MambaComponent", "read", fields=("cache",)),
+    Seam(_CACHE + "checkpoint_into_tree", "override", ("self", "req", "up_to", "kwargs")),
+    Seam(_CACHE + "match_prefix", "override", ("self", "params")),
+    Seam(
+        _CACHE + "_evict",
+        "override",
+        ("self", "params", "available_size_targets", "allocation_reclaim_satisfied"),
+    ),
+    Seam(_CACHE + "evict_for_alloc", "call", ("self", "params", "allocation_reclaim_satisfied")),
+    Seam(_CACHE + "mamba_evictable_size", "call", ("self",)),
+    Seam(_CACHE + "touch_prefix", "call", ("self", "key")),
     Seam(
         _S + "mem_cache.unified_radix_cache.UnifiedRadixCache",
         "read",
-        fields=("req_to_token_pool", "enable_mamba_extra_buffer"),
+        fields=("req_to_token_pool", "enable_mamba_extra_buffer", "page_size", "tree_core"),
     ),
+    Seam(
+        _S + "mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface.get_component_device_value",
+        "call",
+        ("self", "node_id", "component_type"),
+    ),
+    Seam(_S + "mem_cache.unified_cache.component_type.ComponentType", "read", fields=("MAMBA",)),
+    Seam(_BASE_CACHE + "EvictParams", "read", fields=("num_tokens", "mamba_num")),
+    Seam(_BASE_CACHE + "InsertParams", "read", fields=("key", "mamba_value", "mamba_keep_idx")),
+    Seam(_BASE_CACHE + "InsertResult", "read", fields=("last_device_node", "mamba_exist")),
+    Seam(_BASE_CACHE + "MatchPrefixParams", "read", fields=("key", "req", "cow_mamba")),
+    Seam(_BASE_CACHE + "MatchResult", "read", fields=("device_prefix_len", "best_match_node")),
+    Seam(_S + "mem_cache.allocator.mamba.MambaSlotAllocator", "read", fields=("size",)),
+    Seam(_S + "mem_cache.allocator.mamba.MambaSlotAllocator.available_size", "call", ("self",)),
+    Seam(_S + "mem_cache.allocator.mamba.MambaSlotAllocator.alloc", "call", ("self", "need_size")),
+    Seam(_S + "mem_cache.allocator.mamba.MambaSlotAllocator.free", "call", ("self", "free_index")),
+    Seam(_POOL + "HybridReqToTokenPool.mamba2_layer_cache", "call", ("self", "layer_id")),
+    Seam(
+        _S + "managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend",
+        "override",
+        ("self", "req"),
+    ),
+    Seam(
+        _S + "managers.schedule_batch.ScheduleBatch",
+        "read",
+        fields=("reqs", "req_to_token_pool", "tree_cache"),
+    ),
+    Seam(
+        _S + "managers.schedule_batch.Req",
+        "read",
+        fields=("rid", "kv", "prefix_len", "extend_end", "full_untruncated_fill_ids", "mamba_branching_seqlen")
+        + ("sampling_params", "extra_key", "cache_salt", "multimodal_inputs", "input_embeds")
+        + ("positional_embed_overrides", "skip_radix_cache_insert", "origin_input_ids", "output_ids")
+        + ("finished_reason",),
+    ),
+    Seam(_S + "managers.schedule_batch.FINISH_ABORT", "call"),
     Seam(
         _S + "managers.schedule_batch.ReqKvInfo",
         "read",
-        fields=("req_pool_idx", "mamba_pool_idx", "kv_committed_len"),
+        fields=("req_pool_idx", "mamba_pool_idx", "kv_committed_len", "cache_protected_len")
+        + ("mamba_last_track_seqlen", "mamba_prev_track_seqlen", "mamba_ping_pong_track_buffer")
+        + ("mamba_ping_pong_empty",),
     ),
+    Seam(_S + "runtime_context.get_exec", "call"),
+    Seam(_S + "runtime_context.mamba_cache_chunk_size", "call"),
 )
 
 

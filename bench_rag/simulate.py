@@ -260,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _workload(kind: str, settings: Sequence[str]):  # noqa: ANN202 - one of many dataclasses
+def _workload(kind: str, settings: Sequence[str]):
     if kind not in WORKLOADS:
         raise BenchError(f"there is no workload {kind!r}; choose from {', '.join(WORKLOADS)}")
     known = WORKLOADS[kind].__dataclass_fields__

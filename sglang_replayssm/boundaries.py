@@ -1,4 +1,4 @@
-"""Which states a prefill leaves for the prefix cache, and which of them go first: the policy, without tensors or SGLang.
+"""Which states a prefill leaves for the prefix cache, and which of them go first: the policy, without tensors.
 
 A prefill of a prompt can leave the exact state at any token count it passes. Each costs a slot, so the policy picks
 few, by what is known of the prompt, best first:

@@ -85,13 +85,7 @@ class PrefixStates:
         req.mamba_branching_seqlen = None
         entry = original(batch, req)
         tracked = req.kv.mamba_last_track_seqlen if entry.track_mask else None
-        # The states go in before SGLang's own, whose key must be the longest.
-        limit = req.extend_end if tracked is None else tracked
-        chosen = [
-            (at, kind)
-            for at, kind in self._choose(req, batch.tree_cache)
-            if max(at, req.kv.cache_protected_len) < limit
-        ]
+        chosen = [(at, kind) for at, kind in self._choose(req, batch.tree_cache) if at != tracked]
         boundaries = self._allocate(chosen, batch)
         if boundaries:
             setattr(req, _ON_REQUEST, boundaries)
@@ -195,12 +189,11 @@ class PrefixStates:
     # -- after the prefill: insert ------------------------------------------------------------------------------------
 
     def checkpoint(self, cache: Any, req: Any, up_to: int, original: Any) -> None:
-        """Before `UnifiedRadixCache.checkpoint_into_tree`: the request's boundaries become nodes, shorter keys first."""
+        """Before `checkpoint_into_tree`: the request's boundaries become nodes, shorter keys first."""
         boundaries = getattr(req, _ON_REQUEST, None)
         if not boundaries:
             return
         setattr(req, _ON_REQUEST, None)
-        tracked = req.kv.mamba_last_track_seqlen, req.kv.mamba_prev_track_seqlen
         try:
             while boundaries:
                 boundary = boundaries.pop(0)
@@ -212,7 +205,10 @@ class PrefixStates:
         finally:
             self._inserting = None
             setattr(req, _ON_REQUEST, boundaries or None)
-        req.kv.mamba_last_track_seqlen, req.kv.mamba_prev_track_seqlen = tracked
+        tracked = req.kv.mamba_last_track_seqlen
+        if tracked is not None and tracked <= req.kv.cache_protected_len:
+            # A boundary is deeper than SGLang's own state: that one is not kept, the keys of inserts must grow.
+            req.kv.mamba_last_track_seqlen = req.kv.mamba_prev_track_seqlen = None
 
     def prepare_insert(self, insert_params: Any) -> int | None:
         """In `MambaComponent.prepare_for_caching_req`: the boundary that is being inserted, None for SGLang's own."""

@@ -1,0 +1,167 @@
+"""Boundaries in SGLang's real prefix cache, under both of its tree cores."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sglang_replayssm.boundaries import BoundaryPolicy
+from tests.plugin import launch
+from tests.plugin.cache_machine import CacheMachine, random_life
+
+POLICY = BoundaryPolicy(tail=(32, 64), least=8, cold=40, most=3, share=0.0)
+cores = pytest.mark.parametrize("core", ["rust", "python"])
+
+
+@pytest.fixture(autouse=True)
+def published(isolated: None) -> Iterator[None]:
+    launch.publish_flag()
+    yield
+
+
+def text(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(100, 30_000), k=length)
+
+
+def served(machine: CacheMachine, prompt: list[int], answer: int = 3, **request: Any) -> Any:
+    """A request from its match to its end; returns it, with `hit` tokens."""
+    req = machine.start(prompt, **request)
+    assert req is not None
+    req.hit = req.prefix_len
+    machine.checkpoint(req)
+    machine.decode(req, text(answer, seed=len(prompt)))
+    machine.end(req)
+    machine.check()
+    return req
+
+
+@cores
+def test_the_second_of_a_group_hits(core: str) -> None:
+    machine, shared = CacheMachine(core, POLICY), text(117, seed=1)
+    first, second, third = (served(machine, shared + text(33 + n, seed=n)) for n in (2, 3, 4))
+    assert first.hit == 0
+    assert second.hit == 117 + 35 - 64, "the guess that lies in the shared part"
+    assert third.hit == 117, "the branch, to the token"
+
+
+@cores
+def test_plain_learns_from_the_second(core: str) -> None:
+    machine, shared = CacheMachine(core, None), text(117, seed=1)
+    assert [served(machine, shared + text(33 + n, seed=n)).hit for n in (2, 3, 4)] == [0, 0, 64]
+
+
+@cores
+def test_turn_two_after_an_unaligned_turn_one(core: str) -> None:
+    """The next turn starts at the last one's end, off the 64-token grid, and its own branches are still learnt."""
+    machine = CacheMachine(core, POLICY)
+    history = text(71, seed=1)
+    first = served(machine, history, answer=6)
+    history += list(first.output_ids)
+    assert len(history) == 71 + 7
+    for seed, hit in ((2, 77), (3, 78 + 79 - 64), (4, 78 + 44)):
+        turn = served(machine, history + text(44, seed=9) + text(35, seed=seed))
+        assert turn.hit == hit, "the end of turn 1; a guess; the branch, to the token"
+
+
+@cores
+def test_an_answer_ends_where_its_last_token_was_computed(core: str) -> None:
+    machine = CacheMachine(core, POLICY)
+    req = machine.start(text(70, seed=5))
+    machine.checkpoint(req)
+    machine.decode(req, [1, 2, 3])
+    # overlap scheduling: the step of the next token is in flight when the request ends
+    machine.decode(req, [4])
+    req.output_ids.append(5)
+    tokens = [*req.origin_input_ids, *req.output_ids]
+    machine.end(req)
+    machine.check()
+    again = machine.start(tokens + text(20, seed=6))
+    assert again.prefix_len == 74
+
+
+@cores
+def test_an_abort_donates_no_end(core: str) -> None:
+    machine = CacheMachine(core, POLICY)
+    req = machine.start(text(70, seed=5))
+    machine.checkpoint(req)
+    machine.decode(req, [1, 2, 3])
+    machine.end(req, abort=True)
+    machine.check()
+    assert machine.start([*req.origin_input_ids, 1, 2, 3, *text(20, seed=6)]).prefix_len == 64
+
+
+@cores
+def test_two_boundaries_of_one_prefill_are_two_states(core: str) -> None:
+    machine, prompt = CacheMachine(core, POLICY), text(200, seed=7)
+    req = machine.start(prompt)
+    boundaries = list(req.replayssm_boundaries)
+    assert [(b.at, b.kind) for b in boundaries] == [(136, "tail"), (168, "tail")]
+    assert machine.read(boundaries[0].slot) != machine.read(boundaries[1].slot)
+    machine.checkpoint(req)
+    machine.check()
+    assert machine.start(prompt[:150] + text(20, seed=8)).prefix_len == 136
+    assert machine.start(prompt[:190] + text(20, seed=8)).prefix_len == 168
+
+
+@cores
+def test_a_node_split_above_and_below_a_state(core: str) -> None:
+    machine, prompt = CacheMachine(core, POLICY), text(200, seed=7)
+    served(machine, prompt)
+    for cut in (100, 140, 170, 60):  # each prompt splits a node of the first one's path
+        served(machine, prompt[:cut] + text(60, seed=cut))
+    assert served(machine, prompt[:180] + text(9, seed=9)).hit == 168
+    assert served(machine, prompt[:130] + text(9, seed=10)).hit == 100
+
+
+@cores
+def test_hinted_documents_hit_at_once(core: str) -> None:
+    machine = CacheMachine(core, POLICY)
+    first, second = text(61, seed=1), text(83, seed=2)
+    served(machine, first + second + text(30, seed=3), hints=[61, 61 + 83, 4000])
+    assert served(machine, first + text(70, seed=4)).hit == 61
+    assert served(machine, first + second + text(30, seed=5)).hit == 61 + 83
+
+
+@cores
+def test_a_state_that_was_used_outlives_those_that_were_not(core: str) -> None:
+    machine = CacheMachine(core, BoundaryPolicy(tail=(32, 64), least=8, cold=40, share=0.0, protect=1.0), slots=16)
+    shared = text(110, seed=1)
+    for seed in (2, 3, 4):
+        served(machine, shared + text(40, seed=seed))
+    for seed in range(10, 40):  # strangers, each with guesses of its own, more than the pool has slots
+        served(machine, text(150, seed=seed))
+    assert served(machine, shared + text(40, seed=5)).hit == 110
+
+
+@cores
+def test_a_full_pool_serves_without_guesses(core: str) -> None:
+    machine = CacheMachine(core, POLICY, slots=12, rows=3)
+    requests = [machine.start(text(150, seed=seed)) for seed in (1, 2, 3)]
+    assert all(requests[:2])
+    for req in filter(None, requests):
+        machine.checkpoint(req)
+    machine.check()
+
+
+@cores
+def test_no_slot_leaks_in_ten_thousand_operations(core: str) -> None:
+    seen = random_life(CacheMachine(core, POLICY), steps=10_000, seed=11)
+    assert min(seen.values()) > 20, seen
+
+
+@cores
+@pytest.mark.parametrize("slots", [12, 16])
+def test_no_slot_leaks_in_a_tight_pool(core: str, slots: int) -> None:
+    """Scenario 19."""
+    seen = random_life(CacheMachine(core, POLICY, slots=slots, tokens=900), steps=1500, seed=slots)
+    assert seen["hit"] and seen["finish"], seen
+
+
+@cores
+def test_the_same_life_without_boundaries(core: str) -> None:
+    """The machine itself: what it checks holds for SGLang alone."""
+    seen = random_life(CacheMachine(core, None), steps=1500, seed=3)
+    assert seen["boundary"] == 0 and seen["hit"] > 20, seen

@@ -21,6 +21,8 @@ class Config:
 REPLAY = ("--enable-linear-replayssm",)
 NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
 NO_CACHE = ("--disable-radix-cache",)
+PLAIN_CACHE = {"SGLANG_REPLAYSSM_BOUNDARIES": "off"}
+"""Without boundaries the prefix cache holds what it holds without the plugin; answers can be compared hit for hit."""
 TRACK_64 = ("--mamba-track-interval", "64")
 """A track boundary every 64 tokens: with the default of 256 a short test would never cross one."""
 
@@ -30,9 +32,9 @@ CONFIGS: dict[str, Config] = {
     "plain-deep": Config(model="qwen3-next-deep", args=TRACK_64),
     "plain-qwen3.5": Config(model="qwen3.5", args=TRACK_64),
     # the plugin
-    "plugin": Config(args=REPLAY + TRACK_64, plugin=True),
-    "plugin-deep": Config(model="qwen3-next-deep", args=REPLAY + TRACK_64, plugin=True),
-    "plugin-qwen3.5": Config(model="qwen3.5", args=REPLAY + TRACK_64, plugin=True),
+    "plugin": Config(args=REPLAY + TRACK_64, env=PLAIN_CACHE, plugin=True),
+    "plugin-deep": Config(model="qwen3-next-deep", args=REPLAY + TRACK_64, env=PLAIN_CACHE, plugin=True),
+    "plugin-qwen3.5": Config(model="qwen3.5", args=REPLAY + TRACK_64, env=PLAIN_CACHE, plugin=True),
 }
 
 # Scenario tests: the deep model (3 linear layers of 4), the plugin's servers write their events down.
@@ -43,9 +45,13 @@ BF16 = ("--dtype", "bfloat16", "--mamba-ssm-dtype", "bfloat16")
 BF16_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}
 
 
+def _watched() -> dict[str, str]:
+    return {**events.environment(), **PLAIN_CACHE}
+
+
 def _deep(*args: str, plugin: bool = True, **env: str) -> Config:
     flags = REPLAY if plugin else ()
-    return Config("qwen3-next-deep", flags + args, {**(events.environment() if plugin else {}), **env}, plugin)
+    return Config("qwen3-next-deep", flags + args, {**(_watched() if plugin else {}), **env}, plugin)
 
 
 CONFIGS |= {
@@ -67,6 +73,18 @@ CONFIGS |= {
     "deep-on-bf16": _deep(*BF16, *TRACK_64, **BF16_ENV),
 }
 
+# States at boundaries, in the prefix cache and at the end of requests.
+BOUNDARIES = {"SGLANG_REPLAYSSM_BOUNDARIES": "tail=64:128,cold=128"}
+
+CONFIGS |= {
+    "boundaries": _deep(**BOUNDARIES),
+    "boundaries-python-core": _deep(**BOUNDARIES, SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND="python"),
+    "boundaries-pages": _deep("--page-size", "64", "--chunked-prefill-size", "256", **BOUNDARIES),
+    "boundaries-mixed": _deep(*MIXED, **BOUNDARIES),
+    "boundaries-retract": _deep(*RETRACT, **BOUNDARIES, SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8"),
+    "boundaries-lazy": _deep(*LAZY, **BOUNDARIES),
+}
+
 # Kimi Delta Attention, likewise. Latent attention runs on the triton backend only; chunks of 128 make a prompt of 150
 # tokens a chunked prefill.
 LATENT = ("--attention-backend", "triton")
@@ -76,7 +94,7 @@ PRECISE = ("--enable-fp32-lm-head",)  # Ling V3 computes its logits in bfloat16,
 
 def _kda(model: str, *args: str, plugin: bool = True, **env: str) -> Config:
     flags = (*LATENT, *REPLAY) if plugin else LATENT
-    return Config(model, flags + args, {**(events.environment() if plugin else {}), **env}, plugin)
+    return Config(model, flags + args, {**(_watched() if plugin else {}), **env}, plugin)
 
 
 CONFIGS |= {
@@ -95,5 +113,6 @@ CONFIGS |= {
     "kimi-moe-on": _kda("kimi-linear-moe", *CHUNKS),
     "ling-off": _kda("ling-v3", *CHUNKS, *PRECISE, plugin=False),
     "ling-on": _kda("ling-v3", *CHUNKS, *PRECISE),
+    "kimi-boundaries": _kda("kimi-linear", *CHUNKS, **BOUNDARIES),
     "ling-on-len-64": _kda("ling-v3", *CHUNKS, *PRECISE, "--linear-replayssm-cache-len", "64"),
 }

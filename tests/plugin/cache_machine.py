@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from sglang_replayssm import hooks
 from sglang_replayssm.boundaries import HINTS, BoundaryPolicy
 from sglang_replayssm.prefix_states import ATTRIBUTE as STATES
 from sglang_replayssm.prefix_states import PrefixStates

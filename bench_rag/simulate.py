@@ -177,10 +177,10 @@ def replay(
         allowed = ledger.allowance(cache.slots, cache.free(), cache.evictable())
         branch = max(branch, request.branch)
         for at, kind in policy.choose(request.start, end, end, branch=branch, joints=joints, hints=given):
-            if kind == "branch" or (allowed > 0 and ledger.worth(kind)):
+            if kind == "branch" or (allowed > 0 and ledger.worth(kind, cache.slots, cache.free())):
                 cache.insert(request.prefixes[:at], kind)
                 allowed -= kind != "branch"
-        if ledger.worth("end"):
+        if ledger.worth("end", cache.slots, cache.free()):
             for at in plain_states(request.start, end, 0):
                 cache.insert(request.prefixes[:at], "end")
 
@@ -191,7 +191,12 @@ def replay(
         unique -= output_len
         request.prefixes = _prefixes(request.ids, request.prefixes)
         kept = len(request.ids) - 1  # the last token was never computed
-        if policy is None or ledger is None or not policy.finish or not ledger.worth("finish"):
+        if (
+            policy is None
+            or ledger is None
+            or not policy.finish
+            or not ledger.worth("finish", cache.slots, cache.free())
+        ):
             kept = kept // INTERVAL * INTERVAL
         if kept > prompt_len:
             cache.insert(request.prefixes[:kept], "finish")

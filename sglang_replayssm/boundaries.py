@@ -258,13 +258,15 @@ class StateLedger:
                 del self._states[name]
                 self._proven -= 1
 
-    def worth(self, kind: str) -> bool:
-        """Whether another state of this kind is worth a slot: enough of the last ones were used.
+    def worth(self, kind: str, slots: int, free: int) -> bool:
+        """Whether another state of this kind is worth a slot: many are free, or enough of the last ones were used.
 
         One in eight is kept even so; traffic changes.
+
+        Args: slots of the pool, and those that hold nothing.
         """
         tally = self.tallies[kind]
-        if tally.stored < 16 or tally.used >= self.policy.worth * tally.stored:
+        if 4 * free >= slots or tally.stored < 16 or tally.used >= self.policy.worth * tally.stored:
             return True
         tally.refused += 1
         return tally.refused % 8 == 0

@@ -322,10 +322,10 @@ def prepare_for_caching_req(
             return 0
         ring.fold_row(req.kv.req_pool_idx, req.kv.mamba_pool_idx, token_ids_len)
     elif states is not None and is_finished:
-        cache = component.cache
-        if (at := states.donate(ring, req, insert_params, token_ids_len, cache.page_size)) is not None:
+        at = states.donate(component.cache, ring, req, insert_params, token_ids_len)
+        if at is not None:
             return at
-    elif states is not None and not states.keeps(req):
+    elif states is not None and not states.keeps(component.cache, req):
         return 0
     return original(
         component, req=req, insert_params=insert_params, token_ids_len=token_ids_len, is_finished=is_finished

@@ -65,6 +65,7 @@ class PrefixStates:
         self.ledger = StateLedger(policy)
         self.history = TextHistory()
         self._last_layer_id = last_layer_id
+        logger.info("ReplaySSM: states at boundaries on, %s.", policy)
         self._by_row: dict[int, list[Boundary]] = {}  # of the extends that come next
         self._inserting: Boundary | None = None
         self._donating = False
@@ -141,7 +142,7 @@ class PrefixStates:
             if free + evictable <= reserve:
                 break
             if kind != "branch":
-                if not self.ledger.worth(kind):
+                if not self.ledger.worth(kind, allocator.size, free):
                     continue
                 if not self.ledger.allowance(allocator.size, free, evictable):
                     continue
@@ -217,7 +218,7 @@ class PrefixStates:
         insert_params.mamba_value = self._inserting.slot
         return self._inserting.at
 
-    def donate(self, ring: RequestRing, req: Any, insert_params: Any, token_ids_len: int, page_size: int) -> int | None:
+    def donate(self, cache: Any, ring: RequestRing, req: Any, insert_params: Any, token_ids_len: int) -> int | None:
         """At the end of a request: its own slot becomes the tree's, exact at the key's last token. None: it can not.
 
         The slot, folded, and its conv window stand at the last token whose KV is committed; where the key stops short
@@ -229,13 +230,13 @@ class PrefixStates:
         if (
             not self.policy.finish
             or token_ids_len != kv.kv_committed_len
-            or token_ids_len % page_size
+            or token_ids_len % cache.page_size
             or token_ids_len <= kv.cache_protected_len
             or isinstance(req.finished_reason, FINISH_ABORT)
             or not self._eligible(req)
             or not self._launched(req)
             or all(kv.mamba_ping_pong_empty)
-            or not self.ledger.worth("finish")
+            or not self._worth("finish", cache)
         ):
             return None
         insert_params.mamba_value = kv.mamba_pool_idx.reshape(1).clone()
@@ -255,9 +256,13 @@ class PrefixStates:
         ahead = req.kv.kv_committed_len - (len(req.origin_input_ids) + len(req.output_ids) - 1)
         return not ahead or not get_schedule().enable_mixed_chunk
 
-    def keeps(self, req: Any) -> bool:
+    def keeps(self, cache: Any, req: Any) -> bool:
         """Whether SGLang's own state of a prefill's end goes into the tree: not where such states are never used."""
-        return req.kv.mamba_last_track_seqlen is None or self.ledger.worth("end")
+        return req.kv.mamba_last_track_seqlen is None or self._worth("end", cache)
+
+    def _worth(self, kind: str, cache: Any) -> bool:
+        allocator = cache.req_to_token_pool.mamba_allocator
+        return self.ledger.worth(kind, allocator.size, allocator.available_size())
 
     def cleanup_insert(self, cache: Any, req: Any, insert_params: Any, insert_result: Any) -> bool:
         """In `MambaComponent.cleanup_after_caching_req`: a boundary that the tree did not take is freed.

@@ -143,17 +143,19 @@ def plan(
             ]
             source = slots[_to(batch, [position for position, _ in ends])].to(torch.int64)
             destination = torch.cat([slot for _, slot in ends]).to(torch.int64) if ends else source
-            tokens = [t for row, first, end in parts for t in range(starts[row] + first, starts[row] + end)]
+            tokens = torch.cat([torch.arange(starts[row] + first, starts[row] + end) for row, first, end in parts])
             rounds.append(Round(part, backend.forward_metadata, _to(batch, tokens), source, destination))
     finally:
         backend.forward_metadata = whole
     return rounds
 
 
-def _to(batch: ForwardBatch, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def _to(batch: ForwardBatch, values: Sequence[Any] | torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """`values` on the batch's device, without waiting for it."""
     device = batch.req_pool_indices.device
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        host = host.pin_memory()
     return host.to(device, non_blocking=True)
 
 

@@ -227,12 +227,13 @@ def test_the_ledger_never_costs_a_used_state_while_an_unused_one_is_left(seed: i
 def test_a_kind_that_nobody_uses_is_kept_seldom() -> None:
     ledger = StateLedger(BoundaryPolicy(worth=0.1))
     for number in range(16):
-        assert ledger.worth("finish")
+        assert ledger.worth("finish", slots=100, free=0)
         ledger.stored(number, "finish")
-    assert [ledger.worth("finish") for _ in range(8)] == [False] * 7 + [True]
+    assert [ledger.worth("finish", slots=100, free=24) for _ in range(8)] == [False] * 7 + [True]
+    assert ledger.worth("finish", slots=100, free=25), "room enough"
     for number in range(2):
         ledger.used(number, lambda: None)
-    assert ledger.worth("finish")
+    assert ledger.worth("finish", slots=100, free=0)
 
 
 def test_unproven_states_leave_room() -> None:

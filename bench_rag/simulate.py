@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from sglang_replayssm.boundaries import BoundaryPolicy, StateLedger, TextHistory, parse_policy
 
+from .budget import MOST_REQUESTS, bound, passages
 from .ceiling import ceiling
 from .errors import BenchError
 from .workloads import WORKLOADS, Plan, Vocab
@@ -144,10 +145,18 @@ class _Request:
     branch: int = 0
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """``rate``: share of prompt tokens that hit (0 to 1); ``order``: (conversation, turn) as prefills began."""
+
+    rate: float
+    order: list[tuple[int, int]]
+
+
 def replay(
     plan: Plan, machine: Machine, policy: BoundaryPolicy | None, hints: Sequence[Sequence[int]] | None = None
-) -> float:
-    """Share of prompt tokens that hit (0 to 1).
+) -> Outcome:
+    """What hits, and in which order requests ran.
 
     Args:
         policy: None is plain extra_buffer.
@@ -162,6 +171,7 @@ def replay(
     heapq.heapify(events)
     requests = [_Request() for _ in plan.conversations]
     waiting: list[int] = []
+    sent: list[tuple[int, int]] = []
     running = hit = total = 0
     prefill_free = 0.0
     unique = -1
@@ -230,11 +240,20 @@ def replay(
                 cache.lock(request.prefixes[request.start - 1], 1)
             cache.held += SLOTS_PER_REQUEST
             running += 1
+            sent.append((who, request.turn))
             hit += request.start
             total += len(request.ids)
             prefill_free = now + (len(request.ids) - request.start) / machine.prefill_rate
             heapq.heappush(events, (prefill_free, next(order), "prefilled", who))
-    return hit / total if total else 0.0
+    return Outcome(hit / total if total else 0.0, sent)
+
+
+def budget_ceiling(plan: Plan, order: Sequence[tuple[int, int]], slots: int) -> float | None:
+    """The best hit rate that so many slots allow; see bench_rag.budget. KV is as large as it can be of use."""
+    if len(order) > MOST_REQUESTS:
+        return None
+    found = passages(plan, order)
+    return bound(found, slots, kv_tokens=sum(passage.tokens for passage in found))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -255,9 +274,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kind in options.workload.split(","):
             workload = _workload(kind, options.set)
             plans = [workload.plan(seed, Vocab()) for seed in seeds]
-            for machine, (name, policy) in itertools.product(machines, {"plain": None, **policies}.items()):
-                rate = sum(replay(plan, machine, policy) for plan in plans) / len(plans)
-                print(f"{kind:10} {machine.slots:5}  {name:48} {rate:8.1%}", flush=True)
+            for machine in machines:
+                rows = {}
+                for name, policy in {"plain": None, **policies}.items():
+                    outcomes = [replay(plan, machine, policy) for plan in plans]
+                    rows[name] = [outcome.rate for outcome in outcomes]
+                best = [
+                    budget_ceiling(plan, outcome.order, machine.slots)
+                    for plan, outcome in zip(plans, outcomes, strict=True)
+                ]
+                rows["budget ceiling"] = [rate for rate in best if rate is not None]
+                for name, rates in rows.items():
+                    if rates:
+                        print(f"{kind:10} {machine.slots:5}  {name:48} {sum(rates) / len(rates):8.1%}", flush=True)
             print(f"{kind:10} {'all':>5}  {'infinite ceiling':48} {sum(map(ceiling, plans)) / len(plans):8.1%}")
     except (BenchError, ValueError) as error:
         print(f"simulate: {error}", file=sys.stderr)

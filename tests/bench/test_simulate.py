@@ -31,7 +31,7 @@ def test_states_of_extra_buffer(start: int, end: int, branch: int, states: list[
 
 def test_the_second_of_a_group_hits() -> None:
     plan = SHARED.plan(1, Vocab())
-    plain, ours = replay(plan, ENOUGH, None), replay(plan, ENOUGH, BoundaryPolicy())
+    plain, ours = replay(plan, ENOUGH, None).rate, replay(plan, ENOUGH, BoundaryPolicy()).rate
     assert plain < ours <= ceiling(plan)
     groups, each = SHARED.groups, 570
     # Every prompt but the first of its group hits at 64 + 128 tokens from the end at worst, at the branch from then on.
@@ -42,8 +42,8 @@ def test_the_second_of_a_group_hits() -> None:
 def test_the_next_turn_starts_where_the_last_ended() -> None:
     turns = [Turn(list(range(1000 + 100 * n, 1000 + 100 * n + 90)), 30) for n in range(4)]
     plan = Plan([Conversation(turns)], concurrency=1)
-    assert replay(plan, ENOUGH, BoundaryPolicy()) == pytest.approx(ceiling(plan))
-    assert replay(plan, ENOUGH, BoundaryPolicy(finish=False)) < ceiling(plan)
+    assert replay(plan, ENOUGH, BoundaryPolicy()).rate == pytest.approx(ceiling(plan))
+    assert replay(plan, ENOUGH, BoundaryPolicy(finish=False)).rate < ceiling(plan)
 
 
 def test_hints_name_documents() -> None:
@@ -51,8 +51,8 @@ def test_hints_name_documents() -> None:
     prompts = [first + second, first + list(range(3000, 3300))]
     plan = Plan([Conversation([Turn(p, 4)], arrival=5.0 * n) for n, p in enumerate(prompts)], concurrency=1)
     quiet = BoundaryPolicy(tail=())
-    assert replay(plan, ENOUGH, quiet) == 0
-    assert replay(plan, ENOUGH, quiet, hints=[[300], [300]]) == pytest.approx(300 / 1300)
+    assert replay(plan, ENOUGH, quiet).rate == 0
+    assert replay(plan, ENOUGH, quiet, hints=[[300], [300]]).rate == pytest.approx(300 / 1300)
 
 
 def test_kv_goes_with_the_last_state_beyond_it() -> None:
@@ -77,8 +77,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--set", "groups=2", "--set", "prompts_per_group=3", "--set", "prefix_len=300", "--slots", "60,30"]
     assert simulate.main(["--workload", "gsp", *small, "--policy", "most=2", "--policy", "off"]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 1 + 2 * 3 + 1
-    assert "infinite ceiling" in rows[-1]
+    assert len(rows) == 1 + 2 * 4 + 1
+    assert "budget ceiling" in rows[4] and "infinite ceiling" in rows[-1]
 
 
 @pytest.mark.parametrize("wrong", [["--workload", "nothing"], ["--policy", "most=x"], ["--slots", "many"]])

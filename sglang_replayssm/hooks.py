@@ -275,12 +275,12 @@ def prepare_track_extend(original: Original, batch: Any, req: Any) -> Any:
     return original(batch, req) if states is None else states.prepare_extend(batch, req, original)
 
 
-def checkpoint_into_tree(original: Original, cache: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
+def checkpoint_into_tree(original: Original, cache: Any, req: Any, *, up_to: int, **kwargs: Any) -> Any:
     """UnifiedRadixCache.checkpoint_into_tree: boundaries go in before SGLang's own state."""
     states = states_of(cache.req_to_token_pool)
     if states is not None:
         states.checkpoint(cache, req, up_to, original)
-    original(cache, req, up_to=up_to, **kwargs)
+    return original(cache, req, up_to=up_to, **kwargs)
 
 
 def match_prefix(original: Original, cache: Any, params: Any) -> Any:
@@ -339,16 +339,16 @@ def cleanup_after_caching_req(
     is_finished: bool,
     insert_result: Any = None,
     insert_params: Any = None,
-) -> None:
+) -> Any:
     """MambaComponent.cleanup_after_caching_req: what became of the state that an insert brought."""
     states = states_of(component.cache.req_to_token_pool)
     if states is not None:
         states.inserted(insert_params, insert_result, is_finished)
         if states.cleanup_insert(component.cache, req, insert_params, insert_result):
-            return
+            return None
         if is_finished:
             states.drop(req, component.cache)
-    original(component, req, is_finished, insert_result=insert_result, insert_params=insert_params)
+    return original(component, req, is_finished, insert_result=insert_result, insert_params=insert_params)
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -30,6 +30,8 @@ def stand_in(name: str) -> Any:
         "MambaComponent": SimpleNamespace(
             cache=SimpleNamespace(req_to_token_pool=pool, enable_mamba_extra_buffer=False)
         ),
+        "UnifiedRadixCache": SimpleNamespace(req_to_token_pool=pool),
+        "ScheduleBatch": SimpleNamespace(req_to_token_pool=pool),
         "model_runner": SimpleNamespace(is_draft_worker=False),
         "server_args": SimpleNamespace(enable_linear_replayssm=False),
     }

@@ -215,9 +215,9 @@ def random_life(machine: CacheMachine, steps: int, seed: int, check_every: int =
                 machine.decode(rng.choice(ready), [rng.randrange(100, 30_000) for _ in range(rng.randrange(1, 4))])
         elif machine.running:
             req = rng.choice(machine.running)
-            if req in waiting:  # retracted or aborted before its result was looked at
+            if req in waiting:  # its prefill's result was not looked at yet
                 waiting.remove(req)
-                kind = "retract"
+                kind = rng.choice(["finish", "retract", "retract"])  # one output token, or thrown out
             else:
                 kind = rng.choice(["finish", "finish", "finish", "abort", "retract"])
             if kind == "finish":

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_replayssm import hooks
+from sglang_replayssm import cache_hooks
 from sglang_replayssm.request_ring import ATTRIBUTE
 from tests.plugin import launch
 from tests.plugin.machine import Machine, Request, Sizes
@@ -142,7 +142,7 @@ def test_sglangs_function_gets_the_same_arguments(extra_buffer: bool) -> None:
         return "result"
 
     arguments = dict(req=request, insert_params=cache.params, token_ids_len=request.length, is_finished=True)
-    assert hooks.prepare_for_caching_req(original, cache.component, **arguments) == "result"
+    assert cache_hooks.prepare_for_caching_req(original, cache.component, **arguments) == "result"
     assert seen == [(cache.component, arguments)]
 
 

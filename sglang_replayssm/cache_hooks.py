@@ -1,0 +1,96 @@
+"""What SGLang's hook registry puts around its prefix cache. Each hook is a pass-through where no ring exists.
+
+All are AROUND hooks, called with the original function first; `hooks.HOOKS` maps their targets to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_replayssm.prefix_states import states_of
+from sglang_replayssm.request_ring import ring_of
+
+Original = Callable[..., Any]
+
+
+def prepare_track_extend(original: Original, batch: Any, req: Any) -> Any:
+    """ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend: a request's extend gets its boundaries."""
+    states = states_of(batch.req_to_token_pool)
+    return original(batch, req) if states is None else states.prepare_extend(batch, req, original)
+
+
+def checkpoint_into_tree(original: Original, cache: Any, req: Any, *, up_to: int, **kwargs: Any) -> Any:
+    """UnifiedRadixCache.checkpoint_into_tree: boundaries go in before SGLang's own state."""
+    states = states_of(cache.req_to_token_pool)
+    if states is not None:
+        states.checkpoint(cache, req, up_to, original)
+    return original(cache, req, up_to=up_to, **kwargs)
+
+
+def match_prefix(original: Original, cache: Any, params: Any) -> Any:
+    """UnifiedRadixCache.match_prefix: the ledger learns which states are used."""
+    result = original(cache, params)
+    states = states_of(cache.req_to_token_pool)
+    if states is not None:
+        states.matched(params, result)
+    return result
+
+
+def evict(original: Original, cache: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    """UnifiedRadixCache._evict: states that nobody used go before those that somebody did."""
+    states = states_of(cache.req_to_token_pool)
+    if states is None or not params.mamba_num:
+        return original(cache, params, *args, **kwargs)
+    states.before_eviction(cache, params.mamba_num)
+    result = original(cache, params, *args, **kwargs)
+    states.after_eviction(cache)
+    return result
+
+
+def prepare_for_caching_req(
+    original: Original, component: Any, req: Any, insert_params: Any, token_ids_len: int, is_finished: bool
+) -> int | None:
+    """MambaComponent.prepare_for_caching_req: which state an insert brings, and for how many tokens.
+
+    Under extra_buffer the tree keeps boundaries and track slots, which are exact already. Under no_buffer the
+    request's own slot is what it keeps, and that is folded first; where the key stops short of the state (stop inside
+    a committed run, stripped reasoning), no state can be named by that key and none is kept: conv and temporal must
+    stand at the key's token count.
+    """
+    states = states_of(component.cache.req_to_token_pool)
+    if states is not None and (at := states.prepare_insert(insert_params)) is not None:
+        return at
+    ring = ring_of(component.cache.req_to_token_pool)
+    if ring is not None and not component.cache.enable_mamba_extra_buffer:
+        if is_finished and token_ids_len != req.kv.kv_committed_len:
+            return 0
+        ring.fold_row(req.kv.req_pool_idx, req.kv.mamba_pool_idx, token_ids_len)
+    elif states is not None and is_finished:
+        at = states.donate(component.cache, ring, req, insert_params, token_ids_len)
+        if at is not None:
+            return at
+    elif states is not None and not states.keeps(component.cache, req):
+        return 0
+    return original(
+        component, req=req, insert_params=insert_params, token_ids_len=token_ids_len, is_finished=is_finished
+    )
+
+
+def cleanup_after_caching_req(
+    original: Original,
+    component: Any,
+    req: Any,
+    is_finished: bool,
+    insert_result: Any = None,
+    insert_params: Any = None,
+) -> Any:
+    """MambaComponent.cleanup_after_caching_req: what became of the state that an insert brought."""
+    states = states_of(component.cache.req_to_token_pool)
+    if states is not None:
+        states.inserted(insert_params, insert_result, is_finished)
+        if states.cleanup_insert(component.cache, req, insert_params, insert_result):
+            return None
+        if is_finished:
+            states.drop(req, component.cache)
+    return original(component, req, is_finished, insert_result=insert_result, insert_params=insert_params)

@@ -42,10 +42,10 @@ def test_turns_start_where_the_last_one_ended(server: Server) -> None:
     assert second.hit == len(first.tokens) - 1, "the last token of an answer is never computed"
     third = ask(server, second.tokens + prompt(50, seed=912), 5)
     assert third.hit == len(second.tokens) - 1
-    other = ask(server, second.prompt[:110] + prompt(45, seed=913), 5)
+    other = ask(server, second.prompt[:115] + prompt(45, seed=913), 5)
     assert other.hit == len(first.tokens) - 1
-    again = ask(server, second.prompt[:110] + prompt(35, seed=914), 5)
-    assert again.hit == 110, "learnt from a start at 79"
+    again = ask(server, second.prompt[:115] + prompt(35, seed=914), 5)
+    assert again.hit == 115, "learnt from a start at 79"
     follow_transformers(server, [first, second, third, other, again])
     cold_again(server, third)
 

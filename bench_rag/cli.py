@@ -350,6 +350,8 @@ def _finish(settings: Settings, results: Results, is_demo: bool) -> int:
         print(f"\nwritten to {settings.out}: report.html, report.md, report.png, results.json, requests.jsonl")
     for failure in results.failures:
         print(f"bench_rag: {failure.arm} failed: {failure.sentence}", file=sys.stderr)
+        if settings.quiet and failure.detail:  # said already, otherwise
+            print(failure.detail, file=sys.stderr)
     failed = sum(run.figures.get("failed", 0) for run in results.runs)
     if failed:
         first = next(run for run in results.runs if run.figures.get("failed"))

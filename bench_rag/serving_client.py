@@ -9,9 +9,11 @@ SGLang is.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import sys
 import time
+import types
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,11 @@ def main() -> None:
     if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
         del sys.path[0]  # the modules of this folder must not hide others of their names
     planned = json.loads(Path(sys.argv.pop(1)).read_text(encoding="utf-8"))
+
+    if importlib.util.find_spec("datasets") is None:
+        # The client imports every data set it knows, and one of them this library; none of them is used here.
+        sys.modules["datasets"] = types.ModuleType("datasets")
+        sys.modules["datasets"].load_dataset = None  # type: ignore[attr-defined]
 
     from sglang.benchmark import serving
     from sglang.benchmark.datasets.common import DatasetRow

@@ -62,6 +62,22 @@ def test_a_client_that_fails_keeps_what_was_measured(tmp_path, monkeypatch, caps
 
 @real
 @pytest.mark.long
+def test_both_clients_agree_where_every_time_is_known(tmp_path, monkeypatch):
+    """A fake server that answers a token every 10 ms and says that half of every prompt was cached."""
+    command = [sys.executable, str(FAKES)]
+    monkeypatch.setattr(lineup, "launch_command", lambda model, port, args: [*command, str(port), "--hit", "50"])
+    options = ["--model", str(tiny.build("qwen3-next")), "--host-profile", "auto", "--arms", "plain", "--quiet"]
+    sizes = ["--groups=2", "--prompts-per-group=8", "--prefix-len=40", "--question-len=10", "--output-len=40"]
+    load = ["--request-rate=20", "--concurrency=4", "--warmup=none"]
+    assert cli.main([*options, *sizes, *load, "--cross-check", "--out", str(tmp_path)]) == 0
+    (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
+    readings = [row[-1] for row in crosscheck.rows(run["figures"], run["cross_check"])]
+    assert run["cross_check"]["hit_rate"] == pytest.approx(run["figures"]["hit_rate"]) == 0.5
+    assert len(readings) == 5 and all(r.startswith("agree within") for r in readings), run
+
+
+@real
+@pytest.mark.long
 def test_both_clients_agree_on_a_real_server(tmp_path, capsys):
     """One request at a time: hits are equal, and times differ by what a busy machine makes of them."""
     options = ["--model", str(tiny.build("qwen3-next")), "--arms", "plugin", "--workload", "gsp,docqa", "--quiet"]

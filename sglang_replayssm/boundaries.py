@@ -82,6 +82,7 @@ class BoundaryPolicy:
         joints: Sequence[int] = (),
         hints: Sequence[int] = (),
         page_size: int = 1,
+        cached: int | None = None,
     ) -> list[tuple[int, str]]:
         """(token count, kind) of the states that the extend of tokens [start, end) leaves, ascending, in (start, end).
 
@@ -92,6 +93,7 @@ class BoundaryPolicy:
             joints: token counts where repeated text begins or ends.
             hints: token counts where documents end.
             page_size: a key can name multiples of it only.
+            cached: tokens of the prompt that came out of the cache; None for all before `start`.
         """
         chosen: dict[int, str] = {}
 
@@ -106,7 +108,7 @@ class BoundaryPolicy:
         take(sorted(hints), "hint")
         if self.joints:
             take(sorted(joints), "joint")
-        known = max([start, branch, *joints])
+        known = max([start if cached is None else cached, branch, *joints])
         if not hints and prompt_len - known >= self.cold:
             take((prompt_len - d for d in self.tail if prompt_len - d >= known + self.least), "tail")
         return sorted(chosen.items())

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 ATTRIBUTE = "replayssm_states"  # where the request pool carries its PrefixStates
 _ON_REQUEST = "replayssm_boundaries"  # where a request carries its boundaries
-_TEXT = "replayssm_text"  # where a request carries its branch and joints
+_TEXT = "replayssm_text"  # where a request carries its length, cached tokens, branch and joints
 
 
 def states_of(pool: Any) -> PrefixStates | None:
@@ -107,9 +107,9 @@ class PrefixStates:
         ids = req.full_untruncated_fill_ids
         text = getattr(req, _TEXT, None)
         if text is None or text[0] != len(ids):
-            text = (len(ids), *self.history.read(ids, (req.extra_key, req.cache_salt)))
+            text = (len(ids), req.prefix_len, *self.history.read(ids, (req.extra_key, req.cache_salt)))
             setattr(req, _TEXT, text)
-        _, branch, joints = text
+        _, cached, branch, joints = text
         hints, problem = parse_hints(getattr(req.sampling_params, "custom_params", None))
         if problem is not None and problem not in self._warned and len(self._warned) < 16:
             self._warned.add(problem)
@@ -122,6 +122,7 @@ class PrefixStates:
             joints=joints,
             hints=hints,
             page_size=cache.page_size,
+            cached=cached,
         )
 
     def _allocate(self, chosen: list[tuple[int, str]], batch: Any) -> list[Boundary]:

@@ -40,6 +40,13 @@ def test_a_prompt_whose_new_text_is_short_gets_no_guess() -> None:
     assert BoundaryPolicy().choose(0, 200, 200) == []
 
 
+def test_the_last_chunk_of_a_long_prompt_gets_the_tail() -> None:
+    policy = BoundaryPolicy(tail=(64, 128))
+    assert policy.choose(0, 1900, 2037, cached=0) == []
+    assert policy.choose(1900, 2037, 2037, cached=0) == [(1973, "tail")]
+    assert policy.choose(1900, 2037, 2037, cached=1900) == [], "all before came out of the cache"
+
+
 def test_hints_replace_guesses() -> None:
     assert BoundaryPolicy().choose(0, 1500, 1500, hints=[400, 777, 1333]) == [
         (400, "hint"),

@@ -8,6 +8,7 @@ few, by what is known of the prompt, best first:
     joint    where text that earlier prompts held, at any place, begins or ends: the edges of a repeated document
     tail     a geometric series back from the prompt's end, for prompts of which nothing is known yet: a first guess at
              where a shared prefix stops and a question begins
+    stride   every so many tokens of such a prompt; off by default
 
 SGLang leaves one state where a prefill ends ("end"); the plugin adds one where a request ends ("finish").
 
@@ -31,7 +32,7 @@ HINTS = "replayssm_boundaries"
 """Key in a request's `sampling_params.custom_params`: token counts where its documents end."""
 
 MOST_HINTS = 64
-KINDS = ("branch", "hint", "joint", "tail", "end", "finish")
+KINDS = ("branch", "hint", "joint", "tail", "stride", "end", "finish")
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,19 @@ class BoundaryPolicy:
 
     Attributes:
         tail: distances from the prompt's end, in tokens.
+        stride: tokens between guesses over all of a prompt's new text, from its end back; 0 for none.
         joints: whether the edges of repeated text are boundaries.
         most: states that one extend may leave.
         least: tokens that lie between two states of one extend, and before the first.
-        cold: tokens of new text that a prompt must have before anything is guessed about it (tail).
+        cold: tokens of new text that a prompt must have before anything is guessed about it (tail, stride).
         finish: whether the state at the end of a request is kept for the next turn.
         share: the part of all slots that must be free, or hold states never used, before an unproven state takes one.
         protect: the part of the stored states that may be spared by evictions because they were used.
         worth: the part of a kind's states that must be used; below it only one in eight of that kind is kept.
     """
 
-    tail: tuple[int, ...] = (64, 128)
+    tail: tuple[int, ...] = (64, 128, 256, 512)
+    stride: int = 0
     joints: bool = True
     most: int = 4
     least: int = 32
@@ -61,7 +64,7 @@ class BoundaryPolicy:
     worth: float = 0.06
 
     def __post_init__(self) -> None:
-        for name in ("most", "cold"):
+        for name in ("stride", "most", "cold"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.least < 1:
@@ -110,7 +113,10 @@ class BoundaryPolicy:
             take(sorted(joints), "joint")
         known = max([start if cached is None else cached, branch, *joints])
         if not hints and prompt_len - known >= self.cold:
-            take((prompt_len - d for d in self.tail if prompt_len - d >= known + self.least), "tail")
+            first = known + self.least
+            take((prompt_len - d for d in self.tail if prompt_len - d >= first), "tail")
+            if self.stride:
+                take(range(prompt_len // self.stride * self.stride, first - 1, -self.stride), "stride")
         return sorted(chosen.items())
 
 

@@ -30,6 +30,12 @@ def test_an_unknown_prompt_gets_its_tail() -> None:
     assert BoundaryPolicy(tail=(64, 128)).choose(0, 2037, 2037) == [(1909, "tail"), (1973, "tail")]
 
 
+def test_a_stride_comes_after_the_tail_from_the_end_back() -> None:
+    policy = BoundaryPolicy(tail=(64,), stride=500)
+    assert policy.choose(0, 2037, 2037) == [(500, "stride"), (1000, "stride"), (1500, "stride"), (1973, "tail")]
+    assert policy.choose(0, 2037, 2037, branch=1400) == [(1400, "branch"), (1500, "stride"), (1973, "tail")]
+
+
 def test_a_branch_is_kept_to_the_token_and_first() -> None:
     policy = BoundaryPolicy(most=1)
     assert policy.choose(0, 2037, 2037, branch=1937, joints=[300]) == [(1937, "branch")]
@@ -64,7 +70,11 @@ def test_a_key_names_pages() -> None:
 def test_boundaries_lie_inside_the_extend_and_apart(seed: int) -> None:
     rng = random.Random(seed)
     policy = BoundaryPolicy(
-        tail=tuple(rng.sample(range(1, 600), 3)), most=rng.randrange(6), least=rng.randrange(1, 90), cold=0
+        stride=rng.choice([0, 90]),
+        tail=tuple(rng.sample(range(1, 600), 3)),
+        most=rng.randrange(6),
+        least=rng.randrange(1, 90),
+        cold=0,
     )
     start = rng.randrange(500)
     end = start + rng.randrange(1, 900)
@@ -86,7 +96,16 @@ def test_boundaries_lie_inside_the_extend_and_apart(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("most", -1), ("cold", -1), ("least", 0), ("tail", (0,)), ("share", 1.5), ("protect", -0.1), ("worth", 2.0)],
+    [
+        ("most", -1),
+        ("stride", -1),
+        ("cold", -1),
+        ("least", 0),
+        ("tail", (0,)),
+        ("share", 1.5),
+        ("protect", -0.1),
+        ("worth", 2.0),
+    ],
 )
 def test_a_policy_without_sense_is_refused(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):

@@ -80,6 +80,7 @@ CONFIGS |= {
     "boundaries": _deep(**BOUNDARIES),
     "boundaries-python-core": _deep(**BOUNDARIES, SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND="python"),
     "boundaries-pages": _deep("--page-size", "64", "--chunked-prefill-size", "256", **BOUNDARIES),
+    "boundaries-pages-128": _deep("--page-size", "128", "--chunked-prefill-size", "256", **BOUNDARIES),
     "boundaries-mixed": _deep(*MIXED, **BOUNDARIES),
     "boundaries-retract": _deep(*RETRACT, **BOUNDARIES, SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8"),
     "boundaries-lazy": _deep(*LAZY, **BOUNDARIES),

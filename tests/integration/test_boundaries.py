@@ -93,7 +93,7 @@ def test_a_batch_of_unequal_lengths(server: Server) -> None:
 
 
 @pytest.mark.long
-@on("boundaries-pages")
+@on("boundaries-pages", "boundaries-pages-128")
 def test_pages(server: Server) -> None:
     """Scenario 12: keys name whole pages, chunks of 256 tokens; states stand at the keys' token counts."""
     first = ask(server, prompt(350, seed=940), 5)

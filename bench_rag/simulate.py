@@ -182,7 +182,7 @@ def replay(
             for at in plain_states(request.start, end, request.branch):
                 cache.insert(request.prefixes[:at], "end")
             return
-        branch, joints = history.read(request.ids)
+        branch, joints = history.read(request.ids, start=request.start)
         given = hints[who] if hints is not None else ()
         allowed = ledger.allowance(cache.slots, cache.free(), cache.evictable())
         branch = max(branch, request.branch)

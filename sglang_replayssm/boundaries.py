@@ -132,24 +132,28 @@ class TextHistory:
         self._young: set[int] = set()
         self._old: set[int] = set()
 
-    def read(self, ids: Sequence[int], salt: Hashable = None) -> tuple[int, list[int]]:
+    def read(self, ids: Sequence[int], salt: Hashable = None, start: int = 0) -> tuple[int, list[int]]:
         """Branch and joints of a prompt (see `BoundaryPolicy.choose`), ascending; then the prompt is history.
 
         Args:
             ids: token ids.
             salt: prompts of different salt share nothing.
+            start: tokens that came out of the cache. They are not read again, which would cost as much as long
+                conversations are long; what is repeated from there on is repeated from the first token.
         """
-        known = [self._seen(window) for window in self._windows(ids, salt)]
+        first = max(0, start - self.window + 1)
+        known = [self._seen(window) for window in self._windows(ids[first:], salt)]
         if len(self._young) >= self.capacity:
             self._old, self._young = self._young, set()
         branch, joints = 0, []
-        for at, (before, now) in enumerate(zip([False, *known], [*known, False], strict=True)):
-            if now and not before and at:
+        for number, (before, now) in enumerate(zip([False, *known], [*known, False], strict=True)):
+            at = first + number
+            if now and not before and number:
                 joints.append(at)
             elif before and not now and at + self.window - 1 < len(ids):
                 # The last known window starts at `at - 1`.
                 edge = at + self.window - 1
-                if not joints and not branch and all(known[:at]):
+                if not joints and not branch:
                     branch = edge
                 else:
                     joints.append(edge)

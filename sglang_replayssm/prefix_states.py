@@ -107,7 +107,8 @@ class PrefixStates:
         ids = req.full_untruncated_fill_ids
         text = getattr(req, _TEXT, None)
         if text is None or text[0] != len(ids):
-            text = (len(ids), req.prefix_len, *self.history.read(ids, (req.extra_key, req.cache_salt)))
+            salt = (req.extra_key, req.cache_salt)
+            text = (len(ids), req.prefix_len, *self.history.read(ids, salt, req.prefix_len))
             setattr(req, _TEXT, text)
         _, cached, branch, joints = text
         hints, problem = parse_hints(getattr(req.sampling_params, "custom_params", None))

@@ -129,6 +129,16 @@ def test_repeated_documents_show_their_edges_at_any_place() -> None:
     assert history.read(system + third + second + text(80)) == (128 + 501, [128 + 501, 128 + 501 + 777])
 
 
+def test_what_came_out_of_the_cache_is_not_read_again() -> None:
+    history, shared, more = TextHistory(), text(1000), text(300)
+    history.read(shared + more + text(40))
+    size = len(history._young)
+    assert history.read(shared + more + text(50), start=1000) == (1300, [])
+    assert len(history._young) == size + 50
+    other = text(200)
+    assert history.read(shared + other + more[:100] + text(9), start=1000) == (0, [1200, 1300])
+
+
 def test_an_identical_prompt_has_no_edges() -> None:
     history, prompt = TextHistory(), text(500)
     history.read(prompt)

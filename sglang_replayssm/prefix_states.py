@@ -67,6 +67,7 @@ class PrefixStates:
         self._last_layer_id = last_layer_id
         logger.info("ReplaySSM: states at boundaries on, %s.", policy)
         self._by_row: dict[int, list[Boundary]] = {}  # of the extends that come next
+        self._open: set[int] = set()  # rows whose last extend is not in the tree yet
         self._inserting: Boundary | None = None
         self._donating = False
         self._recent: deque[list[torch.Tensor]] = deque(maxlen=4)
@@ -81,6 +82,7 @@ class PrefixStates:
         and on any grid, so it is left with the end.
         """
         self.drop(req, batch.tree_cache)
+        self._open.add(req.kv.req_pool_idx)
         if not self._eligible(req):
             return original(batch, req)
         req.mamba_branching_seqlen = None
@@ -129,15 +131,15 @@ class PrefixStates:
     def _allocate(self, chosen: list[tuple[int, str]], batch: Any) -> list[Boundary]:
         """Slots for the boundaries that may have one now.
 
-        What a running request may still need stays: two slots for each request of the batch, which its own hand-over
-        to the tree passes through.
+        What requests still need for themselves stays: two slots for each whose prefill is not in the tree yet, which
+        SGLang's own hand-over to the tree passes through.
         """
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
         if not chosen:
             return []
         cache, allocator = batch.tree_cache, batch.req_to_token_pool.mamba_allocator
-        reserve = 2 * len(batch.reqs)
+        reserve = 2 * (len(self._open) + len(batch.reqs))
         boundaries: list[Boundary] = []
         for at, kind in chosen:
             free, evictable = allocator.available_size(), cache.mamba_evictable_size()
@@ -193,6 +195,7 @@ class PrefixStates:
 
     def checkpoint(self, cache: Any, req: Any, up_to: int, original: Any) -> None:
         """Before `checkpoint_into_tree`: the request's boundaries become nodes, shorter keys first."""
+        self._open.discard(req.kv.req_pool_idx)
         boundaries = getattr(req, _ON_REQUEST, None)
         if not boundaries:
             return
@@ -296,6 +299,7 @@ class PrefixStates:
 
     def drop(self, req: Any, cache: Any) -> None:
         """Free what a request's boundaries still hold."""
+        self._open.discard(req.kv.req_pool_idx)
         boundaries = getattr(req, _ON_REQUEST, None)
         if boundaries:
             setattr(req, _ON_REQUEST, None)

@@ -91,9 +91,12 @@ class CacheMachine:
 
     # -- what a scheduler does ----------------------------------------------------------------------------------------
 
-    def start(self, prompt: Sequence[int], hints: Any = None) -> Any:
-        """Match and prefill one request, with boundaries hinted. Returns it; None where the pools have no room."""
-        from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    def start(self, prompt: Sequence[int], hints: Any = None, chunk: int = CONTEXT) -> Any:
+        """Match and prefill one request, with boundaries hinted, in chunks of so many tokens.
+
+        Returns it, its last chunk's result not looked at yet; None where the pools have no room.
+        """
+        from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
         from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -104,7 +107,6 @@ class CacheMachine:
         req = Req(str(self.count), "", array("q", prompt), params, eos_token_ids=set())
         req.init_next_round_input(self.cache)
         req.lock = self.cache.lock(req.last_node)
-        req.extend_end = len(prompt)
         need = len(prompt) + 20 - req.prefix_len
         if self.allocator.available_size() < need:
             self.cache.evict_for_alloc(EvictParams(num_tokens=need - self.allocator.available_size()))
@@ -124,15 +126,22 @@ class CacheMachine:
         assert self.pool.alloc([req]) is not None
         row = req.kv.req_pool_idx
         self.pool.req_to_token[row, : req.prefix_len] = self.cache.prefix_device_indices(req).to(torch.int32)
-        self.pool.req_to_token[row, req.prefix_len : len(prompt)] = self.allocator.alloc(
-            len(prompt) - req.prefix_len
-        ).to(torch.int32)
-        req.kv.kv_allocated_len = req.kv.kv_committed_len = len(prompt)
         self.running.append(req)
+        for end in [*range(req.prefix_len + chunk, len(prompt), chunk), len(prompt)]:
+            if req.extend_end is not None:
+                self.checkpoint(req)  # of the chunk before
+            self._extend(req, prompt[:end])
+        return req
+
+    def _extend(self, req: Any, prompt: Sequence[int]) -> None:
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+        fresh = self.allocator.alloc(len(prompt) - req.prefix_len).to(torch.int32)
+        self.pool.req_to_token[req.kv.req_pool_idx, req.prefix_len : len(prompt)] = fresh
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end = len(prompt)
         self.batch.reqs = [req]
         entry = ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend(self.batch, req)
         self._forward(req, prompt, entry)
-        return req
 
     def _forward(self, req: Any, prompt: Sequence[int], entry: Any) -> None:
         for boundary in getattr(req, "replayssm_boundaries", None) or []:
@@ -200,7 +209,7 @@ def random_life(machine: CacheMachine, steps: int, seed: int, check_every: int =
             for _ in range(rng.randrange(1, 3)):
                 prompt += rng.choice(documents)
             prompt = prompt[: CONTEXT - 60] + [rng.randrange(100, 30_000) for _ in range(rng.randrange(1, 40))]
-            req = machine.start(prompt)
+            req = machine.start(prompt, chunk=rng.choice([CONTEXT, 70, 33]))
             if req is None:
                 seen["no room"] += 1
             else:

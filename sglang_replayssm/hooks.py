@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_replayssm import arguments, cache_hooks, memory_plan, split_extend
+from sglang_replayssm import arguments, cache_hooks, memory_plan, operator_hooks, split_extend
 from sglang_replayssm.boundaries import policy_from_environment
 from sglang_replayssm.prefix_states import ATTRIBUTE as STATES_ATTRIBUTE
 from sglang_replayssm.prefix_states import PrefixStates, states_of
@@ -56,7 +56,7 @@ def build_hybrid_req_pool(original: Original, configurator: Any, **kwargs: Any) 
     if arguments.requested():
         shape = memory_plan.ring_shape(configurator, rows=pool.req_to_token.shape[0])
         memory_plan.require_reserved(configurator, shape)
-        ring = RequestRing(shape, pool, configurator.device)
+        ring = RequestRing(shape, pool, configurator.device, count=operator_hooks.metrics_enabled())
         setattr(pool, ATTRIBUTE, ring)
         policy = policy_from_environment()
         if policy is not None and arguments.extra_buffer():
@@ -283,7 +283,16 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_evict": cache_hooks.evict,
     "prepare_for_caching_req": cache_hooks.prepare_for_caching_req,
     "cleanup_after_caching_req": cache_hooks.cleanup_after_caching_req,
+    "SchedulerMetricsCollector.__init__": operator_hooks.collector_init,
+    "on_idle": operator_hooks.on_idle,
+    "get_internal_state": operator_hooks.get_internal_state,
 }
-HOOKS: dict[str, Callable[..., Any]] = {
-    seam.target: _FUNCTIONS[seam.target.rsplit(".", 1)[1]] for seam in SEAMS if seam.use == "override"
-}
+
+
+def _function(target: str) -> Callable[..., Any]:
+    """Of a target: by class and name where that is told apart, else by its name."""
+    owner, name = target.rsplit(".", 2)[1:]
+    return _FUNCTIONS.get(f"{owner}.{name}") or _FUNCTIONS[name]
+
+
+HOOKS: dict[str, Callable[..., Any]] = {seam.target: _function(seam.target) for seam in SEAMS if seam.use == "override"}

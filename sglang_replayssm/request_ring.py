@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from replayssm_kernels.cursors import StepPlan, mark_fresh, plan_forced_fold, plan_step
+from replayssm_kernels.cursors import Counters, StepPlan, mark_fresh, plan_forced_fold, plan_step
 from replayssm_kernels.decode import decode
 from replayssm_kernels.materialise import materialise
 from replayssm_kernels.ring import Ring, RingShape
+from sglang_replayssm.metrics import Reporter, Tally
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
@@ -48,13 +49,16 @@ class RequestRing:
         shape: the ring's shape; `shape.rows` must equal the pool's rows (row 0 is padding).
         pool: the request pool whose rows key the ring; its MambaPool holds the slots.
         device: where the pool lives.
+        count: count what the cursors do, for SGLang's metrics.
 
     Raises:
         ValueError: the shape is outside what the kernels are tested for.
         RuntimeError: the device has not enough memory for the ring.
     """
 
-    def __init__(self, shape: RingShape, pool: HybridReqToTokenPool, device: str | torch.device) -> None:
+    def __init__(
+        self, shape: RingShape, pool: HybridReqToTokenPool, device: str | torch.device, *, count: bool = False
+    ) -> None:
         shape.validate()
         size = shape.bytes_per_row() * shape.rows
         try:
@@ -70,6 +74,10 @@ class RequestRing:
         if len(cache.conv) != 1:
             raise ValueError(f"expected one conv state per layer, found {len(cache.conv)}")
         self.pool = pool
+        self.ring_bytes = size
+        self.tally = Tally()
+        self.counters = Counters.allocate(shape.capacity, device) if count else None
+        self.reporter = Reporter(self) if count else None
         self.state: torch.Tensor = cache.temporal
         self.conv: torch.Tensor = cache.conv[0]
         self.layer_index: dict[int, int] = dict(pool.mamba_map)
@@ -92,6 +100,20 @@ class RequestRing:
             str(shape.u_dtype).removeprefix("torch."),
         )
 
+    def describe(self) -> dict[str, Any]:
+        """What is on, for /server_info: plain values."""
+        shape = self.ring.shape
+        return {
+            "buffered_decode": True,
+            "gate": shape.gate,
+            "layers": shape.layers,
+            "capacity": shape.capacity,
+            "u_dtype": str(shape.u_dtype).removeprefix("torch."),
+            "ring_rows": shape.rows,
+            "ring_bytes": self.ring_bytes,
+            "metrics": self.counters is not None,
+        }
+
     # -- before a forward ---------------------------------------------------------------------------------------------
 
     def before_forward(self, batch: ForwardBatch) -> None:
@@ -103,12 +125,15 @@ class RequestRing:
         self._fold_leaving()
         self._claim_rows()
         self._check_faults()
+        if self.reporter is not None:
+            self.reporter.before_forward()
         mode = batch.logical_forward_mode
         if mode.is_decode_or_idle():
             return
         rows = batch.req_pool_indices
         slots = self.pool.get_mamba_indices(rows)
-        plan_forced_fold(self.ring, self.plan.fold, rows, batch.extend_prefix_lens, slots, batch.seq_lens)
+        lens, ends = batch.extend_prefix_lens, batch.seq_lens
+        plan_forced_fold(self.ring, self.plan.fold, rows, lens, slots, ends, self.counters, Counters.EXTENDS)
         materialise(self.state, self.ring, self.plan.fold)
 
     def _claim_rows(self) -> None:
@@ -135,7 +160,7 @@ class RequestRing:
         Args: [B] device vectors: request rows, token counts with this step's token, slots (-1 padding), track
             mask and destination slots (-1 none) or None where nothing tracks.
         """
-        plan_step(self.ring, self.plan, rows, seq_lens, slots, track_mask, track_slots)
+        plan_step(self.ring, self.plan, rows, seq_lens, slots, track_mask, track_slots, self.counters)
         materialise(self.state, self.ring, self.plan.fold)
 
     def disarm(self, batch_size: int) -> None:
@@ -187,7 +212,8 @@ class RequestRing:
         self._claim_rows()  # an owner that never ran has nothing pending
         rows = self._to_device(torch.tensor([row]))
         lens = self._to_device(torch.tensor([committed]))
-        plan_forced_fold(self.ring, self.plan.fold, rows, lens, slot.reshape(1), lens)
+        slots = slot.reshape(1)
+        plan_forced_fold(self.ring, self.plan.fold, rows, lens, slots, lens, self.counters, Counters.HAND_OVERS)
         materialise(self.state, self.ring, self.plan.fold)
 
     def fold_before_next_forward(self, row: int, slot: torch.Tensor, committed: int) -> None:

@@ -129,8 +129,10 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_S + "configs.mamba_utils.KimiLinearStateShape", "read", fields=("temporal", "num_k_heads_per_tp")),
     Seam(_POOL + "ReqToTokenPool", "read", fields=("req_generation", "req_to_token", "size")),
     Seam(_POOL + "HybridReqToTokenPool.get_mamba_indices", "call", ("self", "req_indices")),
-    Seam(_POOL + "HybridReqToTokenPool._init_mamba_pool", "read", fields=("mamba_pool", "mamba_map")),
-    Seam(_POOL + "MambaPool", "read", fields=("mamba_cache",)),
+    Seam(
+        _POOL + "HybridReqToTokenPool._init_mamba_pool", "read", fields=("mamba_pool", "mamba_map", "mamba_allocator")
+    ),
+    Seam(_POOL + "MambaPool", "read", fields=("mamba_cache", "size")),
     Seam(_POOL + "MambaPool.State", "read", fields=("conv", "temporal")),
     # Forward
     Seam(
@@ -187,6 +189,28 @@ SEAMS: tuple[Seam, ...] = (
         ("conv_states_pool", "ssm_states_pool", "cache_indices", "mamba_track_mask", "mamba_track_indices")
         + ("batch_size", "check_freed_slots"),
     ),
+    # Shown to operators
+    Seam(
+        _S + "observability.metrics_collector.SchedulerMetricsCollector.__init__",
+        "override",
+        ("self", "labels", "server_args", "enable_lora", "enable_hierarchical_cache", "enable_streaming_session"),
+    ),
+    Seam(_S + "observability.metrics_collector.SchedulerMetricsCollector", "read", fields=("labels",)),
+    Seam(_S + "managers.scheduler.Scheduler", "read", fields=("req_to_token_pool",)),
+    Seam(_S + "managers.scheduler.Scheduler.on_idle", "override", ("self",)),
+    Seam(
+        _S + "managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
+        "override",
+        ("self", "recv_req"),
+    ),
+    Seam(
+        _S + "managers.scheduler_components.internal_state.SchedulerInternalStateController",
+        "read",
+        fields=("scheduler",),
+    ),
+    Seam(_S + "managers.io_struct.GetInternalStateReqOutput", "read", fields=("internal_state",)),
+    Seam(_S + "runtime_context.get_observability", "call"),
+    Seam(_S + "mem_cache.allocator.mamba.MambaSlotAllocator.available_size", "call", ("self",)),
     # Prefix cache
     Seam(
         _S + "mem_cache.unified_cache.components.mamba.MambaComponent.prepare_for_caching_req",

@@ -4,7 +4,7 @@ Knows tensors, not SGLang. One decode forward is `plan_step`, `materialise` of t
 layer, then `materialise` of the snapshot list.
 """
 
-from .cursors import FAULT, PAD, StepPlan, WorkList, mark_fresh, plan_forced_fold, plan_step, set_checkpoint
+from .cursors import FAULT, PAD, Counters, StepPlan, WorkList, mark_fresh, plan_forced_fold, plan_step, set_checkpoint
 from .decode import DecodeConfig, decode
 from .materialise import materialise
 from .ring import FRESH, INERT, POISON, Ring, RingShape
@@ -15,6 +15,7 @@ __all__ = [
     "INERT",
     "PAD",
     "POISON",
+    "Counters",
     "DecodeConfig",
     "Ring",
     "RingShape",

@@ -119,6 +119,34 @@ class StepPlan:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Counters:
+    """What the cursors did since the start, on the device: an option of both planning launches.
+
+    totals: int64 [4 + capacity]. FOLDS and SNAPSHOTS count list entries of `plan_step`, EXTENDS and HAND_OVERS those of
+        `plan_forced_fold` by its reason; behind them stands a histogram: how often a live entry of a step had
+        0 .. capacity - 1 records to replay.
+    """
+
+    FOLDS = 0
+    SNAPSHOTS = 1
+    EXTENDS = 2
+    HAND_OVERS = 3
+    HISTOGRAM = 4
+
+    totals: torch.Tensor
+
+    @classmethod
+    def allocate(cls, capacity: int, device: torch.device | str) -> Counters:
+        return cls(torch.zeros(cls.HISTOGRAM + capacity, dtype=torch.int64, device=device))
+
+
+_FOLDS = tl.constexpr(Counters.FOLDS)
+_SNAPSHOTS = tl.constexpr(Counters.SNAPSHOTS)
+_HISTOGRAM = tl.constexpr(Counters.HISTOGRAM)
+_LEAST_BINS = 32  # of tl.histogram: a bin per thread of a warp
+
+
 @triton.jit
 def _append(entries, capacity, taken, at, row, src, dst, upto):
     """Write the entries whose `taken` is set behind the `at` entries already there; return the new length."""
@@ -131,11 +159,17 @@ def _append(entries, capacity, taken, at, row, src, dst, upto):
 
 
 @triton.jit
+def _count(total, entries):
+    if entries > 0:
+        tl.atomic_add(total, entries.to(tl.int64))
+
+
+@triton.jit
 def _plan_step_kernel(
     checkpoint, faults, rows, seq_lens, slots, track_mask, track_slots,
-    pending, fold_count, fold, snapshot_count, snapshot,
+    pending, fold_count, fold, snapshot_count, snapshot, totals,
     batch, num_rows, fold_capacity, snapshot_capacity,
-    L: tl.constexpr, TRACK: tl.constexpr, BLOCK: tl.constexpr,
+    L: tl.constexpr, TRACK: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     folds = 0
     snapshots = 0
@@ -164,6 +198,10 @@ def _plan_step_kernel(
         tl.store(checkpoint + row, tl.where(good, n, _POISON), mask=due | (known & (good == 0)))
         left = tl.where(good, tl.where(due, 0, count), tl.where(live, _FAULT, _PAD))
         tl.store(pending + i, left, mask=inside)
+        if COUNT:
+            bins = tl.arange(0, BINS)
+            seen = tl.histogram(tl.where(good, left, L), BINS)
+            tl.atomic_add(totals + _HISTOGRAM + bins, seen.to(tl.int64), mask=(bins < L) & (seen > 0))
         if TRACK:
             # A faulty entry asks for upto = -1, which materialises NaN: the destination must not keep an
             # older state.
@@ -173,14 +211,17 @@ def _plan_step_kernel(
         bad += tl.sum((live & (good == 0)).to(tl.int32), 0)
     tl.store(fold_count, folds)
     tl.store(snapshot_count, snapshots)
+    if COUNT:
+        _count(totals + _FOLDS, folds)
+        _count(totals + _SNAPSHOTS, snapshots)
     if bad > 0:
         tl.atomic_add(faults, bad)
 
 
 @triton.jit
 def _plan_forced_fold_kernel(
-    checkpoint, faults, rows, lens, slots, new_lens, count_out, entries, batch, num_rows, capacity,
-    L: tl.constexpr, BLOCK: tl.constexpr,
+    checkpoint, faults, rows, lens, slots, new_lens, count_out, entries, totals, batch, num_rows, capacity,
+    L: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, REASON: tl.constexpr,
 ):  # fmt: skip
     listed = 0
     bad = 0
@@ -204,6 +245,8 @@ def _plan_forced_fold_kernel(
         tl.store(checkpoint + row, tl.where(good, new_len, _POISON), mask=known)
         bad += tl.sum((live & (good == 0)).to(tl.int32), 0)
     tl.store(count_out, listed)
+    if COUNT:
+        _count(totals + REASON, listed)
     if bad > 0:
         tl.atomic_add(faults, bad)
 
@@ -242,6 +285,7 @@ def plan_step(
     slots: torch.Tensor,
     track_mask: torch.Tensor | None = None,
     track_slots: torch.Tensor | None = None,
+    counters: Counters | None = None,
 ) -> None:
     """Plan one decode forward of B entries in one launch; fills `plan` and moves the checkpoint of the rows
     due for a fold.
@@ -254,6 +298,7 @@ def plan_step(
             for no snapshots.
         track_slots: [B] int32 or int64 destination slots of the snapshots; negative skips. Must differ from
             every slot in use.
+        counters: where to count what is planned, or None.
 
     Next the caller runs `materialise(state, ring, plan.fold)` before the first layer, `decode` with
     `plan.pending` in every layer, and `materialise(state, ring, plan.snapshot)` after the last. Raises
@@ -274,8 +319,10 @@ def plan_step(
     _plan_step_kernel[(1,)](
         ring.checkpoint, ring.faults, rows, seq_lens, slots, track_mask, track_slots,
         plan.pending, fold.count, fold.entries, snapshot.count, snapshot.entries,
+        counters.totals if counters else None,
         batch, ring.shape.rows, fold.max_entries, snapshot.max_entries,
-        L=ring.shape.capacity, TRACK=track, BLOCK=_block(batch),
+        L=ring.shape.capacity, TRACK=track, BLOCK=_block(batch), COUNT=counters is not None,
+        BINS=max(_LEAST_BINS, triton.next_power_of_2(ring.shape.capacity + 1)),
     )  # fmt: skip
 
 
@@ -286,6 +333,8 @@ def plan_forced_fold(
     lens: torch.Tensor,
     slots: torch.Tensor,
     new_lens: torch.Tensor,
+    counters: Counters | None = None,
+    reason: int = Counters.EXTENDS,
 ) -> None:
     """List every row with pending records for a fold, in one launch, and move its checkpoint to `new_lens`.
 
@@ -295,6 +344,7 @@ def plan_forced_fold(
             progress).
         new_lens: [B] int32 or int64, where the slot stands after what follows: the end of the extend that is
             about to run, or `lens` where the slot is only folded.
+        counters: where to count what is listed, or None; reason: under Counters.EXTENDS or Counters.HAND_OVERS.
 
     Rows with nothing pending are not listed. A count outside 0..L raises `ring.faults` and poisons the row, and the
     list makes its slot NaN. FRESH rows have nothing pending; INERT rows stay INERT.
@@ -305,7 +355,8 @@ def plan_forced_fold(
         raise ValueError(f"the work list holds {worklist.max_entries} entries, the batch has {batch}")
     _plan_forced_fold_kernel[(1,)](
         ring.checkpoint, ring.faults, rows, lens, slots, new_lens, worklist.count, worklist.entries,
-        batch, ring.shape.rows, worklist.max_entries, L=ring.shape.capacity, BLOCK=_block(batch),
+        counters.totals if counters else None, batch, ring.shape.rows, worklist.max_entries,
+        L=ring.shape.capacity, BLOCK=_block(batch), COUNT=counters is not None, REASON=reason,
     )  # fmt: skip
 
 

@@ -63,6 +63,7 @@ CONFIGS |= {
     "deep-on-len-1": _deep(*TRACK_64, "--linear-replayssm-cache-len", "1"),
     "deep-on-len-5": _deep(*TRACK_64, "--linear-replayssm-cache-len", "5"),
     "deep-on-len-64": _deep(*TRACK_64, "--linear-replayssm-cache-len", "64"),
+    "deep-on-metrics": _deep(*TRACK_64, "--enable-metrics"),
     "deep-on-no-overlap": _deep(*TRACK_64, "--disable-overlap-schedule"),
     "deep-on-mixed": _deep(*MIXED),
     "deep-on-retract": _deep(*RETRACT, SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8"),

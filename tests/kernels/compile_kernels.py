@@ -91,8 +91,12 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]
     plan = dict.fromkeys(("checkpoint", "faults", "slots", "track_slots", "pending", "fold_count", "fold"), "*i32")
     plan |= dict.fromkeys(("snapshot_count", "snapshot", "count_out", "entries"), "*i32")
     plan |= dict(rows="*i64", seq_lens="*i64", lens="*i64", new_lens="*i64", track_mask="*i1")
-    yield "plan_step", CURSORS._plan_step_kernel, plan, dict(L=16, TRACK=True, BLOCK=1024), 4
-    yield "plan_forced_fold", CURSORS._plan_forced_fold_kernel, plan, dict(L=16, BLOCK=64), 4
+    for count, capacity in ((False, 16), (True, 16), (True, 64)):
+        plan["totals"] = "*i64"
+        constants = dict(L=capacity, TRACK=True, BLOCK=1024, COUNT=count, BINS=max(32, 2 * capacity))
+        yield f"plan_step count {count}", CURSORS._plan_step_kernel, plan, constants, 4
+        constants = dict(L=capacity, BLOCK=64, COUNT=count, REASON=2)
+        yield f"plan_forced_fold count {count}", CURSORS._plan_forced_fold_kernel, plan, constants, 4
     yield "set_checkpoint", CURSORS._set_checkpoint_kernel, plan, dict(BLOCK=64), 4
 
 

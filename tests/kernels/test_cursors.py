@@ -14,6 +14,7 @@ from replayssm_kernels import (
     INERT,
     PAD,
     POISON,
+    Counters,
     Ring,
     StepPlan,
     WorkList,
@@ -216,3 +217,44 @@ def test_wrong_arguments_are_refused() -> None:
     ):
         with pytest.raises(ValueError):
             call()
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 64])
+def test_counters_are_the_sums_over_the_lists(capacity: int) -> None:
+    """Against the lists that are planned, over blocks of several sizes; nothing else changes through counting."""
+    shape = make_shape(capacity=capacity, rows=ROWS)
+    chance = random.Random(capacity)
+    counters = Counters.allocate(capacity, DEVICE)
+    expected = [0] * (Counters.HISTOGRAM + capacity)
+    counted, plain = (Ring.allocate(shape, DEVICE) for _ in range(2))
+    plan, other = (StepPlan.allocate(1500, DEVICE) for _ in range(2))
+    lens = torch.full((1500,), 20)
+    rows = torch.arange(1, 1501)
+    for ring in (counted, plain):
+        set_checkpoint(ring, rows.to(DEVICE), lens.to(DEVICE))
+    for step in range(2 * capacity + 3):
+        batch = (1, 17, 1500)[step % 3]
+        taken = torch.tensor(chance.sample(range(1500), batch))
+        lens[taken] += 1
+        mask = torch.tensor([chance.random() < 0.3 for _ in range(batch)])
+        slots = torch.where(torch.rand(batch) < 0.1, -1, taken)
+        given = [x.to(DEVICE) for x in (rows[taken], lens[taken], slots, mask, torch.full((batch,), 4000))]
+        plan_step(counted, plan, *given, counters=counters)
+        plan_step(plain, other, *given)
+        lens[taken[slots < 0]] -= 1  # padding did not run
+        pending = plan.pending[:batch].tolist()
+        assert pending == other.pending[:batch].tolist()
+        assert torch.equal(counted.checkpoint, plain.checkpoint)
+        for count in pending:
+            if count >= 0:
+                expected[Counters.HISTOGRAM + count] += 1
+        expected[Counters.FOLDS] += len(plan.fold.to_host())
+        expected[Counters.SNAPSHOTS] += len(plan.snapshot.to_host())
+        if step % 4 == 3:
+            reason = chance.choice((Counters.EXTENDS, Counters.HAND_OVERS))
+            ends = [x.to(DEVICE) for x in (rows[taken], lens[taken], taken, lens[taken])]
+            plan_forced_fold(counted, plan.fold, *ends, counters, reason)
+            plan_forced_fold(plain, other.fold, *ends)
+            expected[reason] += len(plan.fold.to_host())
+    assert counters.totals.tolist() == expected
+    assert int(counted.faults) == 0 and sum(expected) > 1000

@@ -32,6 +32,8 @@ def stand_in(name: str) -> Any:
         ),
         "UnifiedRadixCache": SimpleNamespace(req_to_token_pool=pool),
         "ScheduleBatch": SimpleNamespace(req_to_token_pool=pool),
+        "Scheduler": SimpleNamespace(req_to_token_pool=pool),
+        "SchedulerInternalStateController": SimpleNamespace(scheduler=SimpleNamespace(req_to_token_pool=pool)),
         "model_runner": SimpleNamespace(is_draft_worker=False),
         "server_args": SimpleNamespace(enable_linear_replayssm=False),
     }

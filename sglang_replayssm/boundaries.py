@@ -20,7 +20,7 @@ is worth a slot on this traffic and which stored states an eviction must spare. 
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -184,6 +184,7 @@ class _State:
     kind: str  # "" once its first use is counted, or where it is not known
     proven: bool
     key: Any
+    at_boundary: bool = False
 
 
 @dataclass
@@ -203,6 +204,8 @@ class StateLedger:
 
     policy: BoundaryPolicy
     tallies: dict[str, _Tally] = field(default_factory=lambda: {kind: _Tally() for kind in KINDS})
+    events: Counter[str] = field(default_factory=Counter)
+    """What became of states at boundaries, for metrics: "taken", "hit" (every start from one), "evicted"."""
     _states: OrderedDict[Hashable, _State] = field(default_factory=OrderedDict)
     _proven: int = 0
 
@@ -223,6 +226,8 @@ class StateLedger:
         if state is None:
             state = self._states[name] = _State(kind, kind == "branch", key)
             self._proven += state.proven
+            state.at_boundary = bool(kind)
+            self.events["taken"] += state.at_boundary
             if kind:
                 tally = self.tallies[kind]
                 tally.stored += 1
@@ -236,7 +241,8 @@ class StateLedger:
         state = self._states.get(name)
         if state is None:
             state = self._states[name] = _State("", False, key())
-        elif state.kind:
+        self.events["hit"] += state.at_boundary
+        if state.kind:
             self.tallies[state.kind].used += 1
             state.kind = ""
         self._proven += not state.proven
@@ -246,7 +252,9 @@ class StateLedger:
     def prune(self, alive: Callable[[Hashable], bool]) -> None:
         """After an eviction: forget the oldest states up to the first that is still stored."""
         while self._states and not alive(next(iter(self._states))):
-            self._proven -= self._states.popitem(last=False)[1].proven
+            gone = self._states.popitem(last=False)[1]
+            self._proven -= gone.proven
+            self.events["evicted"] += gone.at_boundary
 
     def spare(self, touch: Callable[[Hashable, Any], bool], count: int = 1) -> None:
         """Before an eviction of `count` states: refresh proven ones until the `count` oldest are unproven.

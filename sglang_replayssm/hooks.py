@@ -14,6 +14,7 @@ import torch
 
 from sglang_replayssm import arguments, cache_hooks, memory_plan, operator_hooks, split_extend
 from sglang_replayssm.boundaries import policy_from_environment
+from sglang_replayssm.metrics import Tally
 from sglang_replayssm.prefix_states import ATTRIBUTE as STATES_ATTRIBUTE
 from sglang_replayssm.prefix_states import PrefixStates, states_of
 from sglang_replayssm.request_ring import ATTRIBUTE, RequestRing, ring_of
@@ -60,7 +61,9 @@ def build_hybrid_req_pool(original: Original, configurator: Any, **kwargs: Any) 
         setattr(pool, ATTRIBUTE, ring)
         policy = policy_from_environment()
         if policy is not None and arguments.extra_buffer():
-            setattr(pool, STATES_ATTRIBUTE, PrefixStates(policy, ring.last_layer_id))
+            states = PrefixStates(policy, ring.last_layer_id)
+            setattr(pool, STATES_ATTRIBUTE, states)
+            ring.tally = Tally(states.ledger.events)
     return pool
 
 

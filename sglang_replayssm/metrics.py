@@ -8,7 +8,7 @@ multiprocess mode), so whatever the scheduler process registers appears in the H
     sglang:replayssm_forced_folds_total                folds because an extend, or another owner, needs the slot exact
     sglang:replayssm_snapshots_total                   states materialised for a track boundary
     sglang:replayssm_materialisations_total{reason}    fold, extend, hand_over, snapshot: the sum of the three above
-    sglang:replayssm_boundary_states_total{event}      states of the prefix cache beyond SGLang's own, see `Tally`
+    sglang:replayssm_boundary_states_total{event}      states left at boundaries inside an extend: taken, hit, evicted
     sglang:replayssm_pending_records                   histogram: records that a request replayed in a decode step
     sglang:replayssm_ring_bytes                        memory of the ring
     sglang:replayssm_state_slots, .._state_slots_used  slots of SGLang's state pool, and those not free
@@ -75,7 +75,7 @@ class Families:
         self.snapshots = counter("snapshots", "States materialised for a track boundary.").labels(**labels)
         self._materialisations = counter("materialisations", "States materialised, by reason.", "reason")
         self._boundary_states = counter(
-            "boundary_states", "States of the prefix cache beyond SGLang's own, by event.", "event"
+            "boundary_states", "States left at boundaries inside an extend, by event.", "event"
         )
         self.pending = prometheus.Histogram(
             PREFIX + "pending_records",
@@ -114,16 +114,13 @@ class Families:
 class Tally:
     """Host-side events of the prefix cache, counted where they happen and published with the rest.
 
-    Events: "taken" (a state kept beyond SGLang's own boundaries), "hit" (a request started from one), "evicted".
+    Args:
+        events: totals by event, see `boundaries.StateLedger.events`; None where no states are kept at boundaries.
     """
 
-    def __init__(self) -> None:
-        self.events: Counter[str] = Counter()
+    def __init__(self, events: Counter[str] | None = None) -> None:
+        self.events: Counter[str] = Counter() if events is None else events
         self._published: Counter[str] = Counter()
-
-    def add(self, event: str, count: int = 1) -> None:
-        """Count an event; costs an addition."""
-        self.events[event] += count
 
     def publish(self, to: Families) -> None:
         """Add what came since the last time."""

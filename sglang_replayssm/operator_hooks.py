@@ -1,4 +1,4 @@
-"""Hooks for operators: the plugin's metrics beside SGLang's, and what of it is on. Pass-throughs where no ring exists."""
+"""Hooks for operators: the plugin's metrics beside SGLang's, and what of it is on. Pass-throughs without a ring."""
 
 from __future__ import annotations
 

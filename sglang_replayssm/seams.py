@@ -210,7 +210,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(_S + "managers.io_struct.GetInternalStateReqOutput", "read", fields=("internal_state",)),
     Seam(_S + "runtime_context.get_observability", "call"),
-    Seam(_S + "mem_cache.allocator.mamba.MambaSlotAllocator.available_size", "call", ("self",)),
     # Prefix cache
     Seam(
         _S + "mem_cache.unified_cache.components.mamba.MambaComponent.prepare_for_caching_req",

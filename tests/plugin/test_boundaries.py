@@ -311,3 +311,15 @@ def test_settings() -> None:
 def test_a_wrong_setting_is_named(setting: str) -> None:
     with pytest.raises(ValueError, match=setting.partition("=")[0]):
         parse_policy(setting)
+
+
+def test_events_tell_what_became_of_states_at_boundaries() -> None:
+    """Only of those: what SGLang stored by itself (kind "") is none of ours."""
+    ledger = StateLedger(BoundaryPolicy())
+    for name, kind in (("a", "tail"), ("b", ""), ("c", "branch"), ("a", "tail")):  # the last one again
+        ledger.stored(name, kind)
+    for name in ("a", "a", "b", "unknown", "c"):
+        ledger.used(name, lambda: None)
+    assert ledger.events == {"taken": 2, "hit": 3}
+    ledger.prune(lambda name: name in ("unknown", "c"))
+    assert ledger.events == {"taken": 2, "hit": 3, "evicted": 1}

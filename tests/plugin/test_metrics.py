@@ -83,12 +83,12 @@ def test_an_idle_server_publishes_the_rest_and_then_does_nothing(families: Any) 
     assert value(families, "ring_bytes") == 0  # nothing ran yet
     reporter.before_forward()
     made.counters.totals[Counters.HAND_OVERS] += 4
-    made.tally.add("taken", 3)
+    made.tally.events["taken"] += 3
     reporter.when_idle()
     assert value(families, "forced_folds_total") == 4
     assert value(families, "boundary_states_total", event="taken") == 3
-    made.tally.add("taken")
-    made.tally.add("evicted")
+    made.tally.events["taken"] += 1
+    made.tally.events["evicted"] += 1
     reporter.when_idle()  # no forward since
     assert value(families, "boundary_states_total", event="taken") == 3
     reporter.before_forward()

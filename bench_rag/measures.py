@@ -10,7 +10,7 @@ import numpy as np
 from .client import Reply
 from .noise import half_width
 
-PERCENTILES = (50, 99)
+PERCENTILES = (50, 90, 99)
 
 
 def ttft(reply: Reply) -> float:

@@ -186,8 +186,6 @@ real = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SG
 @pytest.mark.parametrize("name", ["gdn", "kda"])
 def test_small_models_on_real_servers(tmp_path, name):
     """Plugin on against off, at a CPU's size: no drift beyond plain SGLang's, facts recalled, the same answers."""
-    if not (SMALL / name / "model.safetensors").is_file():
-        pytest.skip(f"small_models/{name} is not trained yet: python -m small_models.train {name}")
     # as small as can be in Triton's interpreter: texts of one chunk, written past a fold of the ring
     sizes = ["--context=20", "--texts=1", "--opening=40", "--facts=1", "--questions=1", "--cuts=1", "--continued=17"]
     options = ["--model", str(SMALL / name), "--arms", "plain,plugin", "--quiet", "--out", str(tmp_path)]

@@ -164,7 +164,7 @@ def _count(total, entries):
         tl.atomic_add(total, entries.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "num_rows", "fold_capacity", "snapshot_capacity"])
 def _plan_step_kernel(
     checkpoint, faults, rows, seq_lens, slots, track_mask, track_slots,
     pending, fold_count, fold, snapshot_count, snapshot, totals,
@@ -218,7 +218,7 @@ def _plan_step_kernel(
         tl.atomic_add(faults, bad)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "num_rows", "capacity"])
 def _plan_forced_fold_kernel(
     checkpoint, faults, rows, lens, slots, new_lens, count_out, entries, totals, batch, num_rows, capacity,
     L: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, REASON: tl.constexpr,
@@ -251,7 +251,7 @@ def _plan_forced_fold_kernel(
         tl.atomic_add(faults, bad)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "num_rows"])
 def _set_checkpoint_kernel(checkpoint, faults, rows, lens, batch, num_rows, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < batch
@@ -265,8 +265,10 @@ def _set_checkpoint_kernel(checkpoint, faults, rows, lens, batch, num_rows, BLOC
         tl.atomic_add(faults, bad)
 
 
-def _block(batch: int) -> int:
-    return max(16, min(_BLOCK, triton.next_power_of_2(batch)))
+def _block(ring: Ring) -> int:
+    """Entries per turn of a launch. It hangs on the ring and not on the batch: one compiled variant per server, so that
+    no batch size compiles while requests wait."""
+    return max(16, min(_BLOCK, triton.next_power_of_2(ring.shape.rows)))
 
 
 def _check_vectors(batch: int, **vectors: torch.Tensor) -> None:
@@ -321,7 +323,7 @@ def plan_step(
         plan.pending, fold.count, fold.entries, snapshot.count, snapshot.entries,
         counters.totals if counters else None,
         batch, ring.shape.rows, fold.max_entries, snapshot.max_entries,
-        L=ring.shape.capacity, TRACK=track, BLOCK=_block(batch), COUNT=counters is not None,
+        L=ring.shape.capacity, TRACK=track, BLOCK=_block(ring), COUNT=counters is not None,
         BINS=max(_LEAST_BINS, triton.next_power_of_2(ring.shape.capacity + 1)),
     )  # fmt: skip
 
@@ -356,7 +358,7 @@ def plan_forced_fold(
     _plan_forced_fold_kernel[(1,)](
         ring.checkpoint, ring.faults, rows, lens, slots, new_lens, worklist.count, worklist.entries,
         counters.totals if counters else None, batch, ring.shape.rows, worklist.max_entries,
-        L=ring.shape.capacity, BLOCK=_block(batch), COUNT=counters is not None, REASON=reason,
+        L=ring.shape.capacity, BLOCK=_block(ring), COUNT=counters is not None, REASON=reason,
     )  # fmt: skip
 
 
@@ -370,7 +372,7 @@ def set_checkpoint(ring: Ring, rows: torch.Tensor, lens: torch.Tensor) -> None:
     _check_vectors(batch, rows=rows, lens=lens)
     if batch == 0:
         return
-    block = _block(batch)
+    block = _block(ring)
     _set_checkpoint_kernel[(triton.cdiv(batch, block),)](
         ring.checkpoint, ring.faults, rows, lens, batch, ring.shape.rows, BLOCK=block
     )

@@ -175,7 +175,7 @@ def _decode_kernel(
 
 def _check(
     mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor,
-    state: torch.Tensor, ring: Ring, out: torch.Tensor,
+    state: torch.Tensor, ring: Ring, slots: torch.Tensor, rows: torch.Tensor, pending: torch.Tensor, out: torch.Tensor,
 ) -> None:  # fmt: skip
     s = ring.shape
     batch = mixed_qkv.shape[0]
@@ -190,6 +190,13 @@ def _check(
         if t.shape != (size,) or not t.is_contiguous():
             raise ValueError(f"{name} must be a contiguous [{size}], got {tuple(t.shape)}")
     check_state(state, ring)
+    for name, t, dtypes in (
+        ("slots", slots, (torch.int32, torch.int64)),
+        ("rows", rows, (torch.int32, torch.int64)),
+        ("pending", pending, (torch.int32,)),
+    ):
+        if t.dtype not in dtypes or t.dim() != 1 or t.shape[0] < batch or (batch > 1 and t.stride(0) != 1):
+            raise ValueError(f"{name} must be a contiguous {dtypes} vector of {batch} entries, got {t.dtype} {t.shape}")
     wanted = batch, s.v_heads, s.value_dim
     if out.shape != wanted or not out.is_contiguous():
         raise ValueError(f"out must be a contiguous {wanted}, got {tuple(out.shape)}")
@@ -239,7 +246,7 @@ def decode(
         a, dt_bias = a.flatten(1), dt_bias.flatten()
     if out is None:
         out = torch.empty(batch, s.v_heads, s.value_dim, dtype=mixed_qkv.dtype, device=mixed_qkv.device)
-    _check(mixed_qkv, a, b, A_log, dt_bias, state_layer, ring, out)
+    _check(mixed_qkv, a, b, A_log, dt_bias, state_layer, ring, slots, rows, pending, out)
     if batch == 0:
         return out
     u, k, g = ring.layers[layer]

@@ -202,7 +202,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     x = m.inputs(1)[0]
     rows, slots = m.ints([1]), m.ints([1])
 
-    def call(mixed_qkv=x.mixed_qkv, a=x.a, state=m.state[0], out=None):
+    def call(mixed_qkv=x.mixed_qkv, a=x.a, state=m.state[0], out=None, slots=slots, rows=rows, pending=m.plan.pending):
         decode(
             mixed_qkv,
             a,
@@ -214,7 +214,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
             0,
             slots,
             rows,
-            m.plan.pending,
+            pending,
             1.0,
             out=out,
         )
@@ -226,6 +226,10 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         dict(state=m.state[0].transpose(2, 3)),
         dict(state=m.state[0].double()),
         dict(out=torch.empty(1, 2, 8, device=DEVICE)),
+        dict(slots=slots.float()),
+        dict(rows=rows.short()),
+        dict(pending=m.plan.pending.long()),
+        dict(pending=m.plan.pending[:0]),
     ):
         with pytest.raises(ValueError):
             call(**bad)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -156,3 +158,22 @@ def test_a_batch_of_4096() -> None:
     for _ in range(4):
         m.step(requests)
     assert m.ring.faults == 0
+
+
+def test_no_batch_size_compiles_while_serving() -> None:
+    """Cursors have one variant for every batch, or the first request of each size would wait for the compiler."""
+    cursors = sys.modules["replayssm_kernels.cursors"]
+    kernels = (cursors._plan_step_kernel, cursors._plan_forced_fold_kernel, cursors._set_checkpoint_kernel)
+    shape = make_shape(rows=70)
+
+    def run(batch: int) -> None:
+        w = Workload(shape, batch, torch.float32, DEVICE)  # sets checkpoints
+        w.forward()
+        w.fold()
+
+    run(3)
+    before = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
+    for batch in (1, 2, 16, 17, 32, 64):
+        run(batch)
+    after = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
+    assert after == before

@@ -8,8 +8,8 @@ import torch
 from replayssm_kernels import Ring, RingShape, WorkList, materialise, reference
 from tests.kernels.machine import DEVICE, each_gate, make_shape, need_bf16
 
-# One replay of up to 64 records in float32; measured 5e-8 to 2e-7 (fp32 states; KDA with wiped channels 1.1e-6, from the
-# sums of gates within a group), 1.7e-3 (bf16), 2e-4 (fp16).
+# One replay of up to 64 records in float32; measured 5e-8 to 2e-7 (fp32 states; KDA with wiped channels 1.1e-6, from
+# the sums of gates within a group), 1.7e-3 (bf16), 2e-4 (fp16).
 BOUND = {torch.float32: 4e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}
 SLOTS = 9
 

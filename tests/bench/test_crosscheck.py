@@ -79,8 +79,11 @@ def test_both_clients_agree_where_every_time_is_known(tmp_path, monkeypatch):
 @real
 @pytest.mark.long
 def test_both_clients_agree_on_a_real_server(tmp_path, capsys):
-    """One request at a time: hits are equal, and times differ by what a busy machine makes of them."""
-    options = ["--model", str(tiny.build("qwen3-next")), "--arms", "plugin", "--workload", "gsp,docqa", "--quiet"]
+    """One request at a time: hits are equal, and times differ by what a busy machine makes of them.
+
+    Plain SGLang, since the plugin's policy for states at boundaries has learnt the prompts when they come again.
+    """
+    options = ["--model", str(tiny.build("qwen3-next")), "--arms", "plain", "--workload", "gsp,docqa", "--quiet"]
     sizes = ["--groups=2", "--prompts-per-group=4", "--prefix-len=96", "--question-len=8", "--output-len=24"]
     sizes += ["--documents=2", "--questions=3", "--document-len=80", "--question-gap=1", "--concurrency=1"]
     began = time.monotonic()

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 ATTRIBUTE = "replayssm_states"  # where the request pool carries its PrefixStates
 _ON_REQUEST = "replayssm_boundaries"  # where a request carries its boundaries
+_GIVE_UP_AFTER = 64  # boundaries in a row that no forward has written
 _TEXT = "replayssm_text"  # where a request carries its length, cached tokens, branch and joints
 
 
@@ -70,6 +71,7 @@ class PrefixStates:
         self._open: set[int] = set()  # rows whose last extend is not in the tree yet
         self._inserting: Boundary | None = None
         self._donating = False
+        self._unwritten = 0  # boundaries in a row
         self._recent: deque[list[torch.Tensor]] = deque(maxlen=4)
         self._warned: set[str] = set()
 
@@ -106,6 +108,8 @@ class PrefixStates:
         )
 
     def _choose(self, req: Any, cache: Any) -> list[tuple[int, str]]:
+        if self._unwritten >= _GIVE_UP_AFTER:
+            return []
         ids = req.full_untruncated_fill_ids
         text = getattr(req, _TEXT, None)
         if text is None or text[0] != len(ids):
@@ -203,6 +207,7 @@ class PrefixStates:
         try:
             while boundaries:
                 boundary = boundaries.pop(0)
+                self._note(boundary.written)
                 if boundary.written and req.kv.cache_protected_len < boundary.at <= up_to:
                     self._inserting = boundary
                     original(cache, req, up_to=boundary.at)
@@ -215,6 +220,15 @@ class PrefixStates:
         if tracked is not None and tracked <= req.kv.cache_protected_len:
             # A boundary is deeper than SGLang's own state: that one is not kept, the keys of inserts must grow.
             req.kv.mamba_last_track_seqlen = req.kv.mamba_prev_track_seqlen = None
+
+    def _note(self, written: bool) -> None:
+        """Stop to take slots where no forward ever writes them: the linear layers run inside a CUDA graph."""
+        self._unwritten = 0 if written else self._unwritten + 1
+        if self._unwritten == _GIVE_UP_AFTER:
+            logger.warning(
+                "ReplaySSM: prefills of this server run the linear layers from a CUDA graph, which leaves no states at "
+                "boundaries; they are off from now on. --disable-prefill-cuda-graph brings them back."
+            )
 
     def prepare_insert(self, insert_params: Any) -> int | None:
         """In `MambaComponent.prepare_for_caching_req`: the boundary that is being inserted, None for SGLang's own."""

@@ -136,6 +136,25 @@ def test_a_state_that_was_used_outlives_those_that_were_not(core: str) -> None:
     assert served(machine, shared + text(40, seed=5)).hit == 110
 
 
+def test_boundaries_that_no_forward_writes_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the linear layers run inside a prefill graph: nothing wrong is stored, nothing leaks."""
+    machine = CacheMachine("python", POLICY)
+    write = machine._forward
+
+    def unwritten(req: Any, *rest: Any) -> None:
+        write(req, *rest)
+        for boundary in getattr(req, "replayssm_boundaries", None) or []:
+            boundary.written = False
+
+    monkeypatch.setattr(machine, "_forward", unwritten)
+    for seed in range(60):
+        assert served(machine, text(150, seed=seed)).hit == 0
+    assert machine.states is not None and machine.states._choose(machine.start(text(150, seed=99)), machine.cache) == []
+    assert caplog.text.count("--disable-prefill-cuda-graph brings them back") == 1
+
+
 @cores
 def test_a_full_pool_serves_without_guesses(core: str) -> None:
     machine = CacheMachine(core, POLICY, slots=12, rows=3)

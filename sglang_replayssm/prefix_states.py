@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +62,9 @@ class PrefixStates:
     """
 
     def __init__(self, policy: BoundaryPolicy, last_layer_id: int) -> None:
+        if not split_extend.widen_chunk_tables():
+            # Three rounds at most beside SGLang's own tracked state: what its kernels remember, see there.
+            policy = replace(policy, most=min(policy.most, 2))
         self.policy = policy
         self.ledger = StateLedger(policy)
         self.history = TextHistory()

@@ -24,6 +24,7 @@ _S = "sglang.srt."
 _POOL = _S + "mem_cache.memory_pool."
 _CACHE = _S + "mem_cache.unified_radix_cache.UnifiedRadixCache."
 _BASE_CACHE = _S + "mem_cache.base_prefix_cache."
+_FLA_INDEX = "sglang.kernels.ops.attention.fla.index."
 _CONFIGURATOR = _S + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
 
 
@@ -281,6 +282,10 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(_S + "runtime_context.get_exec", "call"),
     Seam(_S + "runtime_context.mamba_cache_chunk_size", "call"),
+    # Prefill kernels
+    Seam(_FLA_INDEX + "prepare_chunk_indices", "call", ("cu_seqlens", "chunk_size")),
+    Seam(_FLA_INDEX + "prepare_chunk_offsets", "call", ("cu_seqlens", "chunk_size")),
+    Seam(_FLA_INDEX + "prepare_lens", "call", ("cu_seqlens",)),
 )
 
 

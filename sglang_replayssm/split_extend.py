@@ -65,6 +65,23 @@ class SplitExtend:
     written: Callable[[], None]
 
 
+def widen_chunk_tables(entries: int = 64) -> bool:
+    """Let SGLang's chunk kernels remember the tables of every round of a forward. Returns whether that worked.
+
+    They derive a table from each batch's sequence lengths, wait for the device to do so, and keep the last four, by
+    the tensor of lengths. A forward of more rounds would make every table anew in every layer.
+    """
+    from sglang.kernels.ops.attention.fla.index import prepare_chunk_indices, prepare_chunk_offsets, prepare_lens
+
+    for remembering in (prepare_chunk_indices, prepare_chunk_offsets, prepare_lens):
+        names = remembering.__code__.co_freevars
+        if "cache_size" not in names:
+            return False
+        cell = remembering.__closure__[names.index("cache_size")]
+        cell.cell_contents = max(cell.cell_contents, entries)
+    return True
+
+
 def segments_of(pauses: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[tuple[int, int, int]]]:
     """Per round, (row, first token, end token) of each row that takes part; token counts are within the row's extend.
 

@@ -212,6 +212,17 @@ def test_a_boundary_outside_the_extend_stays_unwritten() -> None:
     assert [b.written for b in boundaries[0] + boundaries[1]] == [False, False, True]
 
 
+def test_every_round_of_a_forward_keeps_its_chunk_table() -> None:
+    """SGLang's kernels remember four; a fifth round would have every layer wait for the device."""
+    from sglang.kernels.ops.attention.fla.index import prepare_chunk_indices
+
+    assert split_extend.widen_chunk_tables()
+    lengths = [ints([0, 64 + n]) for n in range(12)]
+    tables = [prepare_chunk_indices(each, CHUNK) for each in lengths]
+    again = [prepare_chunk_indices(each, CHUNK) for each in lengths]
+    assert all(one is two for one, two in zip(tables, again, strict=True))
+
+
 @pytest.mark.parametrize(
     ("pauses", "lengths", "rounds"),
     [

@@ -5,6 +5,7 @@ Scenario 17: rows of unequal lengths, some split and some not, with SGLang's own
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -210,6 +211,31 @@ def test_a_boundary_outside_the_extend_stays_unwritten() -> None:
     boundaries = boundaries_of(prefill, {0: [70, 90], 1: [35]})
     prefill.run([70, 70], boundaries)
     assert [b.written for b in boundaries[0] + boundaries[1]] == [False, False, True]
+
+
+@pytest.mark.device
+def test_only_the_first_layer_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of the chunk kernels are made once per round and forward, however many rounds there are."""
+    prefill, points = Prefill(GDN, prefixes=[0, 0], lengths=[400, 130]), {0: [40, 100, 170, 240, 310], 1: [64]}
+    prefill.run([400, 130], boundaries_of(prefill, points))  # compiles
+    waits: list[int] = []
+    original = split_extend.run
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchroniz" in str(warning.message) for warning in seen))
+        return result
+
+    monkeypatch.setattr(split_extend, "run", counted)
+    prefill.reset()
+    prefill.run([400, 130], boundaries_of(prefill, points))
+    assert len(waits) == 3 and waits[1:] == [0, 0], waits
 
 
 def test_every_round_of_a_forward_keeps_its_chunk_table() -> None:

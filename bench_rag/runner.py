@@ -37,6 +37,7 @@ _FACTS = (
     "chunked_prefill_size",
     "max_total_num_tokens",
     "max_mamba_cache_size",
+    "enable_hierarchical_cache",
 )
 _WARMUP_SEED = 1_000_003  # warm-up prompts share nothing with measured ones
 
@@ -231,10 +232,12 @@ class Benchmark:
 def _budget(plan: Plan, replies: Sequence[Reply], facts: Mapping[str, Any], settings: Settings) -> dict[str, float]:
     """The best hit rate that this server's pools allowed in this run; empty where they are not known or do not bind.
 
-    Text has no lengths that the client knows, and a cache that was not flushed holds what the client does not know.
+    Text has no lengths that the client knows, a cache that was not flushed holds what the client does not know, and a
+    host tier holds more than the pools.
     """
     slots, tokens = facts.get("max_mamba_cache_size"), facts.get("max_total_num_tokens")
-    if settings.as_text or settings.cache == "keep" or not isinstance(slots, int) or not isinstance(tokens, int):
+    unknown = settings.as_text or settings.cache == "keep" or facts.get("enable_hierarchical_cache")
+    if unknown or not isinstance(slots, int) or not isinstance(tokens, int):
         return {}
     sent = sorted((r for r in replies if r.ok), key=lambda r: r.sent)
     order = [(r.conversation, r.turn) for r in sent]

@@ -183,6 +183,7 @@ def main() -> None:
     parser.add_argument("--no-plugin", action="store_true")
     parser.add_argument("--enable-metrics", action="store_true")
     parser.add_argument("--foreign", action="store_true")
+    parser.add_argument("--enable-hierarchical-cache", action="store_true")
     parser.add_argument("--slots", type=int)
     parser.add_argument("--tokens", type=int)
     options, _ = parser.parse_known_args()
@@ -207,6 +208,7 @@ def main() -> None:
         info = {
             "launch_command": " ".join(sys.argv),
             "enable_linear_replayssm": options.enable_linear_replayssm and options.no_plugin,
+            "enable_hierarchical_cache": options.enable_hierarchical_cache,
             "max_mamba_cache_size": options.slots,
             "max_total_num_tokens": options.tokens,
         }

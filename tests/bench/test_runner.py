@@ -180,6 +180,9 @@ def test_the_ceiling_of_a_servers_own_pools(bench, capsys):
     status, out = bench("--arms", "good", "--server-args", "--slots 2 --tokens 1000", "--no-flush")
     data = json.loads((out / "results.json").read_text())
     assert "budget_hit_rate" not in data["runs"][0]["figures"]  # nobody knows what the cache held
+    status, out = bench("--arms", "good", "--server-args", "--slots 2 --tokens 1000 --enable-hierarchical-cache")
+    data = json.loads((out / "results.json").read_text())
+    assert "budget_hit_rate" not in data["runs"][0]["figures"]  # the host holds more than the pools
 
 
 def test_real_text_and_agents_on_one_server(bench, tmp_path, capsys):

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from . import compare, demo, html, report
 from .accuracy import command as accuracy
 from .arms import BUILT_IN, DEFAULT_ARMS, Arm, load_config, select, split_args
 from .errors import BenchError
 from .hosts import host_profile, model_needs, vocab_of
+from .options import Parser, joined
 from .plot import plot
 from .runner import Benchmark, Results
 from .settings import Settings
@@ -49,17 +50,12 @@ _SIZES: dict[str, tuple[type, str]] = {
     "questions": (int, "questions about each document"),
     "question_gap": (float, "mean seconds between questions about a document"),
     "prompt_len": (int, "tokens per prompt"),
-    "trace": (str, "file to replay: Mooncake, ShareGPT, or SGLang's custom and OpenAI JSONL"),
+    "trace": (str, "file to replay: Mooncake, ShareGPT, or one of SGLang's own forms"),
     "trace_speed": (float, "recorded times run so many times as fast"),
     "trace_requests": (int, "records to replay, 0 for all"),
     "trace_output_len": (int, "most tokens of an answer, 0 for as many as recorded"),
 }
 _METAVARS = {"document_order": "ORDER", "corpus": "DIR", "tokenizer": "PATH", "trace": "FILE"}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"bench_rag: {message}\n")
 
 
 def _comma(text: str) -> list[str]:
@@ -86,7 +82,7 @@ def _token_range(text: str) -> Vocab:
 
 def parser() -> argparse.ArgumentParser:
     """All options of ``python -m bench_rag``."""
-    p = _Parser(
+    p = Parser(
         prog="python -m bench_rag",
         description="Compare prefix-cache hits, time to first token and decode speed of SGLang server configurations.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -180,17 +176,6 @@ def parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--quiet", action="store_true", help="no progress bars")
     return p
-
-
-def _joined(argv: list[str]) -> list[str]:
-    """``--server-args "--flag"`` as one word: argparse would take a value that starts with a dash for an option."""
-    words: list[str] = []
-    for word in argv:
-        if words and words[-1] == "--server-args":
-            words[-1] = f"--server-args={word}"
-        else:
-            words.append(word)
-    return words
 
 
 def _defaults(name: str) -> str:
@@ -305,13 +290,13 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 if everything was measured, 1 if something failed, 2 for options that do not fit."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = joined(list(sys.argv[1:] if argv is None else argv))
     if words[:1] == ["compare"]:
         return compare.main(words[1:])
     if words[:1] == ["accuracy"]:
         with _unwinding():
             return accuracy.main(words[1:])
-    options = parser().parse_args(_joined(words))
+    options = parser().parse_args(words)
     try:
         settings = settings_of(options)
         benchmark = Benchmark(settings, on_run=lambda results: report.write(settings, results))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from tabulate import tabulate
 
 from .errors import BenchError
 from .noise import compare
+from .options import Parser
 
 # What should be the same on both sides; where it differs, the comparison says so above its figures.
 _CONDITIONS = (
@@ -92,7 +92,7 @@ def _by_seed(data: Mapping[str, Any], arm: str, label: str) -> dict[int, dict[st
 
 def main(argv: Sequence[str]) -> int:
     """Print the comparison; exit status 2 for files that cannot be compared."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m bench_rag compare",
         description="Compare two result files of bench_rag arm by arm, seed by seed; the first is the reference.",
     )

@@ -15,6 +15,7 @@ from ..client import Client
 from ..errors import BenchError
 from ..hosts import host_profile, model_needs, vocab_of
 from ..lineup import Lineup
+from ..options import Parser
 from ..server import Server
 from ..settings import Settings, visits
 from ..tokenise import tokeniser
@@ -28,7 +29,7 @@ DEFAULT_ARMS = ("plain", "plain", "plugin")
 
 def parser() -> argparse.ArgumentParser:
     """All options of ``python -m bench_rag accuracy``."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m bench_rag accuracy",
         description="Compare what server configurations say: perplexity, recall and greedy agreement by position.",
         epilog="The first arm is the reference; naming it twice shows what two servers of one configuration differ by.",
@@ -105,6 +106,7 @@ def _prepare(options: argparse.Namespace) -> tuple[Settings, Sizes, list[Opening
         raise BenchError(f"accuracy: --context is at least {QUARTILES} and --facts at least 0")
     config = load_config(options.config)
     arms = select([a.strip() for a in options.arms.split(",") if a.strip()], config.arms)
+    server_args = [*config.args, *split_args(options.server_args)]
     words = tokeniser(str(model), vocab_of(str(model)))
     form = RecallFormat.of(words.token_id) if options.facts else None
     unseen = words.encode("".join(text.sources(held_out=True)))
@@ -116,7 +118,7 @@ def _prepare(options: argparse.Namespace) -> tuple[Settings, Sizes, list[Opening
         vocab=vocab_of(str(model)),
         model=str(model.resolve()),
         profile=model_needs(str(model), host_profile(options.host_profile)),
-        server_args=[*config.args, *split_args(options.server_args)],
+        server_args=server_args,
         server_env=config.env,
         start_timeout=options.start_timeout,
         request_timeout=options.request_timeout,

@@ -167,6 +167,7 @@ def test_completions_come_with_what_was_asked_for():
         (["--context", "0"], "--context must be at least 1, got 0"),
         (["--facts", "-1"], "--facts at least 0"),
         (["--facts", "0", "--opening", "9999999"], "an opening takes 9999999"),
+        (["--server-args", "--unclosed '"], "cannot split"),
         ([], "recall needs a tokenizer that was trained for it: no token '<|fact|>'"),
     ],
 )

@@ -18,6 +18,7 @@ import pytest
 
 from bench_rag import cli, lineup
 from bench_rag.arms import BUILT_IN, Arm
+from bench_rag.options import joined
 from bench_rag.settings import visits
 from tests.bench.fakes import FakeSglang
 
@@ -321,5 +322,5 @@ def test_unreachable_server_is_one_line(tmp_path, capsys):
 
 
 def test_server_arguments_may_start_with_a_dash():
-    options = cli.parser().parse_args(cli._joined(["--server-args", "--sleep-on-idle", "--seeds", "3"]))
+    options = cli.parser().parse_args(joined(["--server-args", "--sleep-on-idle", "--seeds", "3"]))
     assert options.server_args == "--sleep-on-idle" and options.seeds == [3]

@@ -4,4 +4,4 @@ Importing this package imports neither SGLang nor torch; `sglang_replayssm.plugi
 calls (entry-point group `sglang.srt.plugins`). docs/design.md walks one request through the modules.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

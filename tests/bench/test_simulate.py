@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from bench_rag import simulate
@@ -79,6 +82,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 1 + 2 * 4 + 1
     assert "budget ceiling" in rows[4] and "infinite ceiling" in rows[-1]
+
+
+def test_a_recorded_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hashes of blocks of 512 tokens instead of token ids: three prompts that share the first block."""
+    lines = [{"timestamp": 5000 * n, "input_length": 900, "output_length": 8, "hash_ids": [1, 2 + n]} for n in range(3)]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert simulate.main(["--workload", "trace", "--set", f"trace={trace}", "--slots", "60"]) == 0
+    rates = [float(row.split()[-1].rstrip("%")) for row in capsys.readouterr().out.splitlines()[1:]]
+    plain, ours, budget, infinite = rates
+    assert plain < ours <= budget <= infinite + 0.1
 
 
 @pytest.mark.parametrize("wrong", [["--workload", "nothing"], ["--policy", "most=x"], ["--slots", "many"]])

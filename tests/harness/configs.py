@@ -83,7 +83,7 @@ BOUNDARIES = {
 }
 
 CONFIGS |= {
-    "boundaries": _deep(**BOUNDARIES),
+    "boundaries": _deep("--enable-metrics", **BOUNDARIES),
     "boundaries-python-core": _deep(**BOUNDARIES, SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND="python"),
     "boundaries-pages": _deep("--page-size", "64", "--chunked-prefill-size", "256", **BOUNDARIES),
     "boundaries-pages-128": _deep("--page-size", "128", "--chunked-prefill-size", "256", **BOUNDARIES),

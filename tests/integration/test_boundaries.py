@@ -5,6 +5,8 @@ The policy of these servers guesses 64 and 128 tokens before the end of a prompt
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.harness.events import Events
@@ -32,6 +34,29 @@ def test_the_second_of_a_group_hits(server: Server) -> None:
     follow_transformers(server, answers)
     cold_again(server, second)
     cold_again(server, third)
+
+
+@on("boundaries")
+def test_metrics_tell_what_became_of_states_at_boundaries(server: Server) -> None:
+    """Guesses in the first prompt and the branch in the second are taken; the second and the third start from one."""
+
+    def counts() -> dict[str, float]:
+        found = dict.fromkeys(("taken", "hit"), 0.0)
+        for name, value in server.metrics().items():
+            if name.startswith("sglang:replayssm_boundary_states_total") and 'event="evicted"' not in name:
+                found[name.partition('event="')[2].partition('"')[0]] += value
+        return found
+
+    time.sleep(1)  # an idle server has published what came before
+    before = counts()
+    document = prompt(DOCUMENT, seed=960)
+    _, second, third = [ask(server, document + prompt(n, seed=960 + n), 5) for n in (70, 75, 81)]
+    assert [second.hit, third.hit] == [DOCUMENT + 70 - 128, DOCUMENT]
+    until = time.monotonic() + 20
+    while (after := counts())["hit"] < before["hit"] + 2 and time.monotonic() < until:
+        time.sleep(0.2)
+    assert after["hit"] == before["hit"] + 2
+    assert after["taken"] >= before["taken"] + 3
 
 
 @on("boundaries")

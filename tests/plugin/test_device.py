@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from replayssm_kernels.cursors import Counters
+from sglang_replayssm import metrics
 from sglang_replayssm.request_ring import RequestRing
 from tests.plugin import launch
 from tests.plugin.machine import Machine, Sizes, ring_shape
@@ -143,6 +146,35 @@ def test_steady_decode_never_waits_for_the_device() -> None:
             steps.layers()
     torch.cuda.synchronize()
     assert int(steps.ring.ring.faults) == 0
+
+
+def test_counting_for_the_metrics_never_waits_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 steps of three requests, a copy to the host before every one: what arrives in the end is all that happened."""
+    published: list[list[int]] = []
+    gauge = SimpleNamespace(set=lambda value: None)
+    families = SimpleNamespace(add=published.append, ring_bytes=gauge, slots=gauge, slots_used=gauge)
+    monkeypatch.setattr(metrics, "families", lambda: families)
+    monkeypatch.setattr(metrics, "INTERVAL", 0.0)
+    steps = Steps()
+    steps.ring.counters = Counters.allocate(SIZES.capacity, "cuda")
+    steps.ring.reporter = metrics.Reporter(steps.ring)
+    tokens = steps.machine.tokens(PADDED)
+    batch = steps.machine.batch("DECODE", [1, 2, 3, 0], [1, 1, 1, 1])
+    steps.next(tokens)  # compiles
+    folds = len(steps.ring.plan.fold.to_host())
+    snapshots = len(steps.ring.plan.snapshot.to_host())
+    for _ in range(79):
+        with no_host_sync():
+            steps.ring.before_forward(batch)
+            steps.next(tokens)
+        folds += len(steps.ring.plan.fold.to_host())
+        snapshots += len(steps.ring.plan.snapshot.to_host())
+    steps.ring.reporter.when_idle()
+    total = [sum(column) for column in zip(*published, strict=True)]
+    assert len(published) > 10, "copies arrive while the server is busy"
+    assert total[Counters.FOLDS] == folds > 0 and total[Counters.SNAPSHOTS] == snapshots > 0
+    assert total[Counters.EXTENDS] == total[Counters.HAND_OVERS] == 0
+    assert sum(total[Counters.HISTOGRAM :]) == 80 * LIVE
 
 
 def test_claiming_and_folding_rows_never_waits_either() -> None:

@@ -162,7 +162,7 @@ def running() -> Iterator[Server]:
 @pytest.mark.long
 @pytest.mark.parametrize("api", ["native", "openai"])
 def test_text_to_a_running_server(tmp_path, running, api):
-    sizes = ("--requests=3", "--topics=1", "--document-len=32", "--documents-per-prompt=2", "--output-len=6")
+    sizes = ("--requests=3", "--topics=1", "--document-len=96", "--documents-per-prompt=2", "--output-len=6")
     sizes += (
         "--sessions=1",
         "--turns=3",

@@ -20,7 +20,7 @@ FAKES = Path(__file__).with_name("fakes.py")
 DOCS = Path(__file__).parents[2] / "docs"
 SIZES = (
     *("--groups=2", "--prompts-per-group=2", "--prefix-len=64", "--question-len=8", "--output-len=4"),
-    *("--requests=4", "--topics=2", "--documents=2", "--document-len=72", "--documents-per-prompt=2"),
+    *("--requests=4", "--topics=2", "--documents=2", "--document-len=64", "--documents-per-prompt=2"),
     *("--questions=2", "--question-gap=0.1", "--sessions=2", "--turns=2", "--first-len=64", "--steps=2"),
     *("--tool-len=8", "--prompt-len=8", "--batch=2", "--request-rate=inf"),
 )

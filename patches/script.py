@@ -12,7 +12,7 @@ from pathlib import Path
 from patches import outcome
 from patches.catalogue import Patch
 from tests.harness import host
-from tests.harness.server import KILL_SWITCH
+from tests.harness.server import KILL_SWITCH, die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 900.0
@@ -37,7 +37,8 @@ def run(patch: Patch, tree: Path) -> Outcome:
         stdin=subprocess.DEVNULL,
         text=True,
         env=environment,
-        start_new_session=True,  # a server that it starts dies with it (tests/harness/server.py)
+        start_new_session=True,
+        preexec_fn=die_with_parent,  # and a server that it starts dies with it
     )
     try:
         printed, _ = process.communicate(timeout=TIMEOUT)

@@ -5,6 +5,8 @@ SGLang's own debug mode is on: it refuses to copy from a slot whose cursor says 
 
 from __future__ import annotations
 
+import re
+
 from patches.outcome import conclude
 from tests.harness import tiny
 from tests.harness.configs import LATENT, REPLAY, TRACK_64
@@ -44,8 +46,8 @@ def main() -> None:
             "kimi-linear": worst_distance("kimi-linear", *LATENT),
         }
     except ServerError as error:
-        lines = [line for line in str(error).splitlines() if "Error" in line and "--- " not in line]
-        conclude(False, lines[-1].strip()[-160:] if lines else str(error).splitlines()[0])
+        raised = re.findall(r"^\w*Error: .*$", str(error), re.M)
+        conclude(False, raised[-1][:200] if raised else str(error).splitlines()[0])
     shown = ", ".join(f"{model} {value:.4f}" for model, value in distances.items())
     right = all(distances[model] <= bound for model, bound in BOUND.items())
     conclude(right, f"log-probabilities of hits on decoded states, from a run without a cache: {shown}")

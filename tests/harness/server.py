@@ -116,7 +116,7 @@ class Server:
                 env=environment,
                 cwd=self._folder.name,  # not the repository: its folder kernels/ must not be importable
                 start_new_session=True,  # a process group of its own, to kill as a whole
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         self._wait_until_healthy()
 
@@ -317,7 +317,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Linux: SIGKILL for the server when the thread that started it ends, however it ends.
 
     SGLang's own child processes ask for the same.

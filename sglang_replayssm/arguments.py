@@ -63,7 +63,6 @@ _REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "drop --enable-mamba-cache-stochastic-rounding",
     ),
     ("pp_size", lambda v: v > 1, "pipeline parallelism", "use --pp-size 1"),
-    ("tp_size", lambda v: v > 1, "tensor parallelism", "use --tp-size 1"),
     ("dp_size", lambda v: v > 1, "data parallelism", "use --dp-size 1"),
     # --enable-dp-attention is resolved into this width
     ("attn_dp_size", lambda v: v > 1, "DP attention", "use --attn-dp-size 1"),
@@ -88,7 +87,14 @@ _REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
 # Server arguments that this package reads, here, in memory_plan.py and in explain.py.
 FIELDS = (
     *("enable_linear_replayssm", "linear_replayssm_cache_len", "linear_attn_backend", "linear_attn_decode_backend"),
-    *("device", "max_running_requests", "max_mamba_cache_size", "mamba_full_memory_ratio", "disable_radix_cache"),
+    *(
+        "device",
+        "tp_size",
+        "max_running_requests",
+        "max_mamba_cache_size",
+        "mamba_full_memory_ratio",
+        "disable_radix_cache",
+    ),
     *("mamba_radix_cache_strategy", "disable_overlap_schedule", "page_size", "mamba_ssm_dtype"),
     *(field for field, *_ in _REFUSALS),
 )
@@ -174,7 +180,7 @@ def _device_refusals(device: str | None) -> list[str]:
     return [f"{FLAG} needs an NVIDIA GPU (or Triton's interpreter on the CPU, for tests); this is {name}."]
 
 
-def _shape_refusals(model_config: Any) -> list[str]:
+def _shape_refusals(model_config: Any, tp_size: int) -> list[str]:
     """The linear layers' heads, where the kernels are not tested with them. For supported architectures only."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.runtime_context import get_parallel
@@ -182,7 +188,7 @@ def _shape_refusals(model_config: Any) -> list[str]:
     from sglang_replayssm.memory_plan import shape_for
 
     # Not published yet, and no other values are accepted.
-    with get_parallel().override(attn_tp_size=1, enable_cp_tp_group_sharing=False):
+    with get_parallel().override(attn_tp_size=tp_size, enable_cp_tp_group_sharing=False):
         params = mambaish_config(model_config).mamba2_cache_params
     try:
         shape_for(params, rows=2, capacity=1, key_dtype=model_config.dtype).validate()
@@ -215,7 +221,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         return
     model_config = model_config_of(server_args)
     reasons = refusals(view, list(model_config.hf_config.architectures), gate_of(model_config))
-    reasons = reasons or _shape_refusals(model_config)
+    reasons = reasons or _shape_refusals(model_config, view.tp_size)
     if reasons:
         raise ValueError(" ".join(reasons))
     from sglang_replayssm.plugin import require_live_hooks

@@ -151,7 +151,7 @@ def _launch(model: str, parsed: Any, config: Any) -> tuple[Launch, list[str]]:
         )
     args = resolving_view(parsed)
     reasons = arguments.refusals(args, architectures, gate)
-    with get_parallel().override(attn_tp_size=1, enable_cp_tp_group_sharing=False):
+    with get_parallel().override(attn_tp_size=args.tp_size, enable_cp_tp_group_sharing=False):
         params = mambaish_config(config).mamba2_cache_params
     shape = shape_for(
         params, rows=2, capacity=max(1, args.linear_replayssm_cache_len), key_dtype=config.dtype, lower_bound=None

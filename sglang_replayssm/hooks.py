@@ -61,7 +61,7 @@ def build_hybrid_req_pool(original: Original, configurator: Any, **kwargs: Any) 
         setattr(pool, ATTRIBUTE, ring)
         policy = policy_from_environment()
         if policy is not None and arguments.extra_buffer():
-            states = PrefixStates(policy, ring.last_layer_id)
+            states = PrefixStates(policy, ring.last_layer_id, ring.decided)
             setattr(pool, STATES_ATTRIBUTE, states)
             ring.tally = Tally(states.ledger.events)
     return pool

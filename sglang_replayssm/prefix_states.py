@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,9 +60,13 @@ class PrefixStates:
     Args:
         policy: what to keep.
         last_layer_id: the linear layer that runs last in a forward.
+        decided: told what was chosen, see `RequestRing.decided`.
     """
 
-    def __init__(self, policy: BoundaryPolicy, last_layer_id: int) -> None:
+    def __init__(
+        self, policy: BoundaryPolicy, last_layer_id: int, decided: Callable[..., None] = lambda *_: None
+    ) -> None:
+        self._decided = decided
         if not split_extend.widen_chunk_tables():
             # Three rounds at most beside SGLang's own tracked state: what its kernels remember, see there.
             policy = replace(policy, most=min(policy.most, 2))
@@ -96,6 +101,7 @@ class PrefixStates:
         chosen = [(at, kind) for at, kind in self._choose(req, batch.tree_cache) if at != tracked]
         boundaries = self._allocate(chosen, batch)
         if boundaries:
+            self._decided("leave", [(each.at, each.kind) for each in boundaries])
             setattr(req, _ON_REQUEST, boundaries)
             self._by_row[req.kv.req_pool_idx] = boundaries
         return entry

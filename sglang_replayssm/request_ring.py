@@ -23,6 +23,7 @@ from replayssm_kernels.cursors import Counters, StepPlan, mark_fresh, plan_force
 from replayssm_kernels.decode import decode
 from replayssm_kernels.materialise import materialise
 from replayssm_kernels.ring import Ring, RingShape
+from sglang_replayssm.agreement import Agreement
 from sglang_replayssm.metrics import Reporter, Tally
 
 if TYPE_CHECKING:
@@ -89,6 +90,9 @@ class RequestRing:
         self._fault_copy = torch.zeros(1, dtype=torch.int32, pin_memory=self._pinned)
         self._fault_event = torch.cuda.Event() if self._pinned else None
         self._fault_pending = False
+        self._agreement = None
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            self._agreement = Agreement(self.ring.checkpoint)
         self._leaving: list[tuple[int, torch.Tensor, int]] = []
         self._left: list[torch.Tensor] = []
         logger.info(
@@ -99,6 +103,11 @@ class RequestRing:
             size / GIB,
             str(shape.u_dtype).removeprefix("torch."),
         )
+
+    def decided(self, *decision: object) -> None:
+        """Something that every tensor-parallel rank must decide alike, in plain values: for their comparison."""
+        if self._agreement is not None:
+            self._agreement.note(*decision)
 
     def describe(self) -> dict[str, Any]:
         """What is on, for /server_info: plain values."""
@@ -125,6 +134,8 @@ class RequestRing:
         self._fold_leaving()
         self._claim_rows()
         self._check_faults()
+        if self._agreement is not None:
+            self._agreement.before_forward()
         if self.reporter is not None:
             self.reporter.before_forward()
         mode = batch.logical_forward_mode
@@ -222,6 +233,7 @@ class RequestRing:
         For a slot that leaves while a step of its request may still be in flight on that stream. Who takes the slot
         reads it in a forward, and the row's next owner runs in one: both come after.
         """
+        self.decided("leaves", row, committed)
         self._leaving.append((row, slot.reshape(1), committed))
 
     def _fold_leaving(self) -> None:

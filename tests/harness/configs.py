@@ -123,3 +123,16 @@ CONFIGS |= {
     "kimi-boundaries": _kda("kimi-linear", *CHUNKS, **BOUNDARIES),
     "ling-on-len-64": _kda("ling-v3", *CHUNKS, *PRECISE, "--linear-replayssm-cache-len", "64"),
 }
+
+# Two ranks. On a CPU each gets a core of its own.
+TWO_RANKS = ("--tp-size", "2")
+CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+CONFIGS |= {
+    "tp-off": Config("qwen3-next-tp", (*TWO_RANKS, *TRACK_64), CORES),
+    "tp-on": Config("qwen3-next-tp", (*REPLAY, *TWO_RANKS, *TRACK_64), {**CORES, **PLAIN_CACHE}, plugin=True),
+    "tp-on-one-rank": Config("qwen3-next-tp", (*REPLAY, *TRACK_64), PLAIN_CACHE, plugin=True),
+    "tp-boundaries": Config("qwen3-next-tp", (*REPLAY, *TWO_RANKS), {**CORES, **BOUNDARIES}, plugin=True),
+    "kimi-tp-off": _kda("kimi-linear", *TWO_RANKS, *CHUNKS, plugin=False, **CORES),
+    "kimi-tp-on": Config("kimi-linear", (*LATENT, *REPLAY, *TWO_RANKS, *CHUNKS), {**CORES, **PLAIN_CACHE}, plugin=True),
+}

@@ -30,9 +30,9 @@ VOCABULARY = 320
 """Token ids a prompt may use are 2 to 257 (bytes); 0 and 1 are special, the rest pad the table."""
 
 KIMI = ("kimi-linear", "kimi-linear-bf16", "kimi-linear-moe", "ling-v3")
-NAMES = ("qwen3-next", "qwen3-next-deep", "qwen3.5", *KIMI)
+NAMES = ("qwen3-next", "qwen3-next-deep", "qwen3-next-tp", "qwen3.5", *KIMI)
 """`deep` and those with Kimi Delta Attention have 3 linear layers and 1 full one, as the real models' period; the
-others 1 and 1, for speed.
+others 1 and 1, for speed. `tp` has heads for two ranks.
 """
 
 WEIGHT_STD, EMBEDDING_STD, CONV_STD = 0.2, 1.0, 0.5
@@ -90,8 +90,8 @@ def config(name: str) -> dict[str, Any]:
         linear_conv_kernel_dim=4,
         linear_key_head_dim=32,
         linear_value_head_dim=32,
-        linear_num_key_heads=1,
-        linear_num_value_heads=2,
+        linear_num_key_heads=2 if name.endswith("-tp") else 1,
+        linear_num_value_heads=4 if name.endswith("-tp") else 2,
         full_attention_interval=layers,
         layer_types=["linear_attention"] * (layers - 1) + ["full_attention"],
     )

@@ -37,7 +37,6 @@ REFUSED = {
         "drop --enable-mamba-cache-stochastic-rounding",
     ),
     "pp_size": ("--pp-size 2", "use --pp-size 1"),
-    "tp_size": ("--tp-size 2", "use --tp-size 1"),
     "dp_size": ("--dp-size 2", "use --dp-size 1"),
     "attn_dp_size": ("--attn-dp-size 2 --tp-size 2", "use --attn-dp-size 1"),
     "dcp_size": ("--dcp-size 2 --tp-size 2", "use --dcp-size 1"),

@@ -1,9 +1,14 @@
 """Cursors: one tiny launch per forward says, on the device, what each entry has pending and what must fold.
 
-    n       = seq_len - 1             tokens committed before this step (seq_len counts the step's own token)
-    pending = n - checkpoint[row]     records to replay; a fold is due when pending + 1 > L, so pending == L
+    T                                 tokens that the step brings: 1, or this entry's width in a verify step
+    n       = seq_len - T             tokens committed before this step (seq_len counts the step's own tokens)
+    pending = n - checkpoint[row]     records to replay; a fold is due when pending + T > L
     fold      list (row, slot -> slot, upto = pending); then checkpoint[row] := n and pending := 0
     snapshot  list (row, slot -> track slot, upto = pending + 1): this step's own record included
+
+A verify step writes T records behind the pending ones, and acceptance is nothing but the next step's seq_len: the
+records of rejected drafts lie at and beyond the new pending count and are written over. A track boundary inside the
+accepted run is known only then: `plan_snapshot` lists it.
 
 The only cursor is the *position of the checkpoint*. It moves when a fold is listed, when an extend ends
 (`plan_forced_fold`) or when `set_checkpoint` is called, never because a step ran. So a step one too many or a
@@ -13,11 +18,12 @@ first forward starts, with nothing pending.
 
 `pending` after `plan_step`, per batch entry:
 
-    0 .. L-1   replay that many records
-    FAULT  -1  the count was not in 0..L, the row out of range, or the track slot equals the slot:
-               ring.faults is raised, the checkpoint becomes POISON (a fault again until the row has a
-               new owner), decode writes NaN and appends nothing, a snapshot that was asked for is NaN
-    PAD    -2  padding: slot < 0, row 0 or an INERT row. Output rows are zeros, nothing else is touched
+    0 .. L-T   replay that many records
+    FAULT  -1  the count was not in 0..L, the row out of range, the width above the ring's, or the track slot
+               equals the slot: ring.faults is raised, the checkpoint becomes POISON (a fault again until the row
+               has a new owner), decode writes NaN and appends nothing, a snapshot that was asked for is NaN
+    PAD    -2  padding: slot < 0, row 0, an INERT row or no token (T < 1: a request that has finished). Output
+               rows are zeros, nothing else is touched
 
 Bytes per step: about 40 per batch entry, one program; lists keep the batch order. Graph-capturable: no host
 synchronisation. A listed fold has already moved the checkpoint, so `materialise` must run on the list before
@@ -166,10 +172,11 @@ def _count(total, entries):
 
 @triton.jit(do_not_specialize=["batch", "num_rows", "fold_capacity", "snapshot_capacity"])
 def _plan_step_kernel(
-    checkpoint, faults, rows, seq_lens, slots, track_mask, track_slots,
+    checkpoint, faults, rows, seq_lens, widths, slots, track_mask, track_slots,
     pending, fold_count, fold, snapshot_count, snapshot, totals,
     batch, num_rows, fold_capacity, snapshot_capacity,
-    L: tl.constexpr, TRACK: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, BINS: tl.constexpr,
+    L: tl.constexpr, MAX_WIDTH: tl.constexpr, WIDE: tl.constexpr, TRACK: tl.constexpr,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     folds = 0
     snapshots = 0
@@ -179,8 +186,11 @@ def _plan_step_kernel(
         inside = i < batch
         row = tl.load(rows + i, mask=inside, other=0).to(tl.int32)
         slot = tl.load(slots + i, mask=inside, other=-1).to(tl.int32)
-        n = tl.load(seq_lens + i, mask=inside, other=1).to(tl.int32) - 1
+        width = tl.load(widths + i, mask=inside, other=0).to(tl.int32) if WIDE else 1
+        n = tl.load(seq_lens + i, mask=inside, other=1).to(tl.int32) - width
         live = inside & (slot >= 0) & (row != _PADDING_ROW)
+        if WIDE:
+            live = live & (width > 0)
         known = live & (row > 0) & (row < num_rows)
         stands = tl.load(checkpoint + row, mask=known, other=0)
         live = live & (stands != _INERT)
@@ -189,11 +199,13 @@ def _plan_step_kernel(
         tl.store(checkpoint + row, n, mask=fresh)
         count = tl.where(fresh, 0, n - stands)
         good = known & (stands != _POISON) & (count >= 0) & (count <= L)
+        if WIDE:
+            good = good & (width <= MAX_WIDTH)
         if TRACK:
             dst = tl.load(track_slots + i, mask=inside, other=-1).to(tl.int32)
             tracked = live & (tl.load(track_mask + i, mask=inside, other=0) != 0) & (dst >= 0)
             good = good & ((dst != slot) | (tracked == 0))
-        due = good & (count == L)
+        due = good & (count + width > L)
         folds = _append(fold, fold_capacity, due, folds, row, slot, slot, count)
         tl.store(checkpoint + row, tl.where(good, n, _POISON), mask=due | (known & (good == 0)))
         left = tl.where(good, tl.where(due, 0, count), tl.where(live, _FAULT, _PAD))
@@ -214,6 +226,37 @@ def _plan_step_kernel(
     if COUNT:
         _count(totals + _FOLDS, folds)
         _count(totals + _SNAPSHOTS, snapshots)
+    if bad > 0:
+        tl.atomic_add(faults, bad)
+
+
+@triton.jit(do_not_specialize=["batch", "num_rows", "capacity"])
+def _plan_snapshot_kernel(
+    checkpoint, faults, rows, positions, slots, track_slots, count_out, entries, totals, batch, num_rows, capacity,
+    L: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    listed = 0
+    bad = 0
+    for start in range(0, batch, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < batch
+        row = tl.load(rows + i, mask=inside, other=0).to(tl.int32)
+        slot = tl.load(slots + i, mask=inside, other=-1).to(tl.int32)
+        dst = tl.load(track_slots + i, mask=inside, other=-1).to(tl.int32)
+        position = tl.load(positions + i, mask=inside, other=-1).to(tl.int32)
+        asked = inside & (slot >= 0) & (row != _PADDING_ROW) & (position >= 0) & (dst >= 0)
+        known = asked & (row > 0) & (row < num_rows)
+        stands = tl.load(checkpoint + row, mask=known, other=0)
+        asked = asked & (stands != _INERT)
+        known = known & asked
+        upto = position - stands
+        good = known & (stands >= 0) & (upto >= 0) & (upto <= L) & (dst != slot)
+        listed = _append(entries, capacity, asked & (dst != slot), listed, row, slot, dst, tl.where(good, upto, _FAULT))
+        tl.store(checkpoint + row, _POISON, mask=known & (good == 0))
+        bad += tl.sum((asked & (good == 0)).to(tl.int32), 0)
+    tl.store(count_out, listed)
+    if COUNT:
+        _count(totals + _SNAPSHOTS, listed)
     if bad > 0:
         tl.atomic_add(faults, bad)
 
@@ -288,26 +331,33 @@ def plan_step(
     track_mask: torch.Tensor | None = None,
     track_slots: torch.Tensor | None = None,
     counters: Counters | None = None,
+    widths: torch.Tensor | None = None,
 ) -> None:
-    """Plan one decode forward of B entries in one launch; fills `plan` and moves the checkpoint of the rows
-    due for a fold.
+    """Plan one decode or verify forward of B entries in one launch; fills `plan` and moves the checkpoint of the
+    rows due for a fold.
 
     Args:
         rows: [B] int32 or int64 request rows, distinct among live entries.
-        seq_lens: [B] int32 or int64 token counts, this step's own token included.
+        seq_lens: [B] int32 or int64 token counts, this step's own tokens included.
         slots: [B] int32 or int64 state slots, negative for padding.
         track_mask: [B] bool, True where a track boundary wants a snapshot of the state after this step; None
             for no snapshots.
         track_slots: [B] int32 or int64 destination slots of the snapshots; negative skips. Must differ from
             every slot in use.
         counters: where to count what is planned, or None.
+        widths: [B] int32 or int64, how many tokens the step brings to each entry, up to the ring's max_width; None
+            for one each. Not together with track_mask: see `plan_snapshot`.
 
-    Next the caller runs `materialise(state, ring, plan.fold)` before the first layer, `decode` with
+    Next the caller runs `materialise(state, ring, plan.fold)` before the first layer, `decode` or `verify` with
     `plan.pending` in every layer, and `materialise(state, ring, plan.snapshot)` after the last. Raises
     ValueError for wrong shapes or dtypes.
     """
     batch = rows.shape[0]
     _check_vectors(batch, rows=rows, seq_lens=seq_lens, slots=slots)
+    if widths is not None:
+        _check_vectors(batch, widths=widths)
+        if track_mask is not None:
+            raise ValueError("a step with widths has its snapshots planned after acceptance, by plan_snapshot")
     if batch > plan.pending.shape[0]:
         raise ValueError(f"the plan holds {plan.pending.shape[0]} entries, the batch has {batch}")
     track = track_mask is not None
@@ -319,12 +369,46 @@ def plan_step(
             raise ValueError(f"track_mask must be bool of shape ({batch},)")
     fold, snapshot = plan.fold, plan.snapshot
     _plan_step_kernel[(1,)](
-        ring.checkpoint, ring.faults, rows, seq_lens, slots, track_mask, track_slots,
+        ring.checkpoint, ring.faults, rows, seq_lens, widths, slots, track_mask, track_slots,
         plan.pending, fold.count, fold.entries, snapshot.count, snapshot.entries,
         counters.totals if counters else None,
         batch, ring.shape.rows, fold.max_entries, snapshot.max_entries,
-        L=ring.shape.capacity, TRACK=track, BLOCK=_block(ring), COUNT=counters is not None,
+        L=ring.shape.capacity, MAX_WIDTH=ring.shape.max_width, WIDE=widths is not None, TRACK=track,
+        BLOCK=_block(ring), COUNT=counters is not None,
         BINS=max(_LEAST_BINS, triton.next_power_of_2(ring.shape.capacity + 1)),
+    )  # fmt: skip
+
+
+def plan_snapshot(
+    ring: Ring,
+    worklist: WorkList,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    track_slots: torch.Tensor,
+    counters: Counters | None = None,
+) -> None:
+    """List the snapshots of a verify step in one launch, once its acceptance is known; moves no checkpoint.
+
+    Args:
+        rows, slots: [B] int32 or int64, as `plan_step` had them; row 0 or a negative slot is padding.
+        positions: [B] int32 or int64 token counts of the states that are wanted, no further than the records that the
+            row has written; negative for none.
+        track_slots: [B] int32 or int64 destinations; negative skips. Must differ from every slot in use.
+        counters: where to count what is listed, or None.
+
+    Call it, and `materialise` the list, before the next `plan_step` moves a checkpoint. A position that the ring
+    doesn't reach (before the checkpoint, more than L behind it) raises `ring.faults`, poisons the row and gives NaN.
+    Raises ValueError for wrong shapes or dtypes.
+    """
+    batch = rows.shape[0]
+    _check_vectors(batch, rows=rows, positions=positions, slots=slots, track_slots=track_slots)
+    if batch > worklist.max_entries:
+        raise ValueError(f"the work list holds {worklist.max_entries} entries, the batch has {batch}")
+    _plan_snapshot_kernel[(1,)](
+        ring.checkpoint, ring.faults, rows, positions, slots, track_slots, worklist.count, worklist.entries,
+        counters.totals if counters else None, batch, ring.shape.rows, worklist.max_entries,
+        L=ring.shape.capacity, BLOCK=_block(ring), COUNT=counters is not None,
     )  # fmt: skip
 
 

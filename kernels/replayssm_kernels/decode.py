@@ -173,33 +173,42 @@ def _decode_kernel(
                 tl.store(p_key + p * K + c * CH + oc, tl.load(p_q + H * K + c * CH))
 
 
-def _check(
+def check_inputs(
     mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor,
-    state: torch.Tensor, ring: Ring, slots: torch.Tensor, rows: torch.Tensor, pending: torch.Tensor, out: torch.Tensor,
+    state: torch.Tensor, ring: Ring, out: torch.Tensor,
 ) -> None:  # fmt: skip
+    """Raise ValueError unless one layer's tensors fit the ring and each other: a row of mixed_qkv, a, b and out per
+    token."""
     s = ring.shape
-    batch = mixed_qkv.shape[0]
+    tokens = mixed_qkv.shape[0]
     gates = s.v_heads * s.gate_width
     width = 2 * s.k_heads * s.key_dim + s.v_heads * s.value_dim
     for name, t, columns in (("mixed_qkv", mixed_qkv, width), ("a", a, gates), ("b", b, s.v_heads)):
-        if t.shape != (batch, columns) or t.stride(1) != 1:
-            raise ValueError(f"{name} must be [{batch}, {columns}] with contiguous rows, got {tuple(t.shape)}")
+        if t.shape != (tokens, columns) or t.stride(1) != 1:
+            raise ValueError(f"{name} must be [{tokens}, {columns}] with contiguous rows, got {tuple(t.shape)}")
     if mixed_qkv.dtype is not s.key_dtype:
         raise ValueError(f"mixed_qkv is {mixed_qkv.dtype} but the ring keeps keys in {s.key_dtype}")
     for name, t, size in (("A_log", A_log, s.v_heads), ("dt_bias", dt_bias, gates)):
         if t.shape != (size,) or not t.is_contiguous():
             raise ValueError(f"{name} must be a contiguous [{size}], got {tuple(t.shape)}")
     check_state(state, ring)
-    for name, t, dtypes in (
-        ("slots", slots, (torch.int32, torch.int64)),
-        ("rows", rows, (torch.int32, torch.int64)),
-        ("pending", pending, (torch.int32,)),
-    ):
-        if t.dtype not in dtypes or t.dim() != 1 or t.shape[0] < batch or (batch > 1 and t.stride(0) != 1):
-            raise ValueError(f"{name} must be a contiguous {dtypes} vector of {batch} entries, got {t.dtype} {t.shape}")
-    wanted = batch, s.v_heads, s.value_dim
+    wanted = tokens, s.v_heads, s.value_dim
     if out.shape != wanted or not out.is_contiguous():
         raise ValueError(f"out must be a contiguous {wanted}, got {tuple(out.shape)}")
+
+
+def check_entries(batch: int, pending: torch.Tensor, **vectors: torch.Tensor) -> None:
+    """Raise ValueError unless `pending` (int32) and the vectors (int32 or int64) are contiguous with `batch` entries
+    or more."""
+    check_vector("pending", pending, batch, (torch.int32,))
+    for name, t in vectors.items():
+        check_vector(name, t, batch, (torch.int32, torch.int64))
+
+
+def check_vector(name: str, t: torch.Tensor, entries: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise ValueError unless `t` is a contiguous vector of one of the dtypes with so many entries or more."""
+    if t.dtype not in dtypes or t.dim() != 1 or t.shape[0] < entries or (entries > 1 and t.stride(0) != 1):
+        raise ValueError(f"{name} must be a contiguous {dtypes} vector of {entries} entries, got {t.dtype} {t.shape}")
 
 
 def check_state(state: torch.Tensor, ring: Ring) -> None:
@@ -246,7 +255,8 @@ def decode(
         a, dt_bias = a.flatten(1), dt_bias.flatten()
     if out is None:
         out = torch.empty(batch, s.v_heads, s.value_dim, dtype=mixed_qkv.dtype, device=mixed_qkv.device)
-    _check(mixed_qkv, a, b, A_log, dt_bias, state_layer, ring, slots, rows, pending, out)
+    check_inputs(mixed_qkv, a, b, A_log, dt_bias, state_layer, ring, out)
+    check_entries(batch, pending, slots=slots, rows=rows)
     if batch == 0:
         return out
     u, k, g = ring.layers[layer]

@@ -54,23 +54,34 @@ def softplus(x):
 
 
 @triton.jit
-def dot_exact(x, y, KEY_SPLIT: tl.constexpr):
-    """x [M, R] fp32 times y [R, N] to float32 accuracy on the tensor cores.
+def dot_exact(x, y):
+    """x [M, R] times y [R, N] on the tensor cores, to float32 accuracy whatever the two dtypes are.
 
-    KEY_SPLIT: y is bf16 and thus exact, so three bf16 slices of x give all its 24 bits. Otherwise three tf32
-        products
-    (22 bits); plain float32 products spill hundreds of registers at these tile sizes.
+    16-bit times its own kind: every product is exact. fp32 times bf16: three bf16 slices of the fp32 side give all its
+    24 bits. Anything else: three tf32 products (22 bits); plain float32 products spill hundreds of registers at these
+    tile sizes.
     """
     if _INTERPRETED:
-        return tl.dot(x, y.to(tl.float32), input_precision="ieee")
-    elif not KEY_SPLIT:
-        return tl.dot(x, y.to(tl.float32), input_precision="tf32x3")
-    else:
-        hi = x.to(tl.bfloat16)
-        rest = x - hi.to(tl.float32)
-        mid = rest.to(tl.bfloat16)
-        lo = (rest - mid.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
+    elif x.dtype == y.dtype and x.dtype != tl.float32:
+        return tl.dot(x, y)
+    elif x.dtype == tl.float32 and y.dtype == tl.bfloat16:
+        hi, mid, lo = bf16_slices(x)
         return tl.dot(hi, y, tl.dot(mid, y, tl.dot(lo, y)))
+    elif x.dtype == tl.bfloat16 and y.dtype == tl.float32:
+        hi, mid, lo = bf16_slices(y)
+        return tl.dot(x, hi, tl.dot(x, mid, tl.dot(x, lo)))
+    else:
+        return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="tf32x3")
+
+
+@triton.jit
+def bf16_slices(x):
+    """fp32 x as a sum of three bf16 numbers, largest first."""
+    hi = x.to(tl.bfloat16)
+    rest = x - hi.to(tl.float32)
+    mid = rest.to(tl.bfloat16)
+    return hi, mid, (rest - mid.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit

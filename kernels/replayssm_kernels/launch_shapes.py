@@ -1,4 +1,4 @@
-"""Launch shapes of the decode kernel: a table of what measured best, and a rule for everything outside it.
+"""Launch shapes of the decode and verify kernels: a table of what measured best, and a rule for everything outside it.
 
 Swept on one H200 (2026-12-01, torch 2.11, Triton 3.6; 16/48 heads for GDN, 32 for KDA, K = V = 128, L = 16, batch 1 to
 256) with `python -m replayssm_kernels.bench gdn_decode --configs all`. The first column is the number of (request,
@@ -88,3 +88,27 @@ def choose_config(pairs: int, gate: int, state_size: int, key_dim: int, value_di
         warps = 8 if key_dim > 128 else 4
     block_v = min(block_v, value_dim)
     return DecodeConfig(block_v, min(split, value_dim // block_v), warps, stages)
+
+
+class VerifyConfig(NamedTuple):
+    """Launch shape of verify: value rows per tile, programs per v-head, warps per program, stages of the V loop."""
+
+    block_v: int
+    split: int
+    warps: int
+    stages: int
+
+
+def choose_verify_config(
+    pairs: int, gate: int, state_size: int, key_dim: int, value_dim: int, max_width: int
+) -> VerifyConfig:
+    """Launch shape of verify for `pairs` = batch x v-heads; other args as `choose_config`, max_width of the ring.
+
+    Not swept yet: tiles that keep two programs and more on a multiprocessor, and as many programs per head as it takes
+    to fill the GPU. What doesn't hang on V (gates, triangle, products with the records' keys) is done per program.
+    """
+    if INTERPRETED:
+        return VerifyConfig(block_v=value_dim, split=1, warps=1, stages=1)
+    block_v = min(32, value_dim)
+    split = min(value_dim // block_v, next(n for least, n in ((600, 1), (200, 2), (0, 4)) if pairs >= least))
+    return VerifyConfig(block_v, split, warps=8 if key_dim > 128 else 4, stages=2)

@@ -35,7 +35,7 @@ import triton.language as tl
 from .cursors import WorkList
 from .decode import check_state
 from .gates import GDN, INTERPRETED, KDA, RECORDS, SCALED, dot_exact, exp_careful, exp_decay, gate_constant
-from .replay import decay_of_block, load_group_sums
+from .replay import weigh_block
 from .ring import Ring
 
 _PROGRAMS_PER_SM = 8
@@ -49,7 +49,7 @@ def _materialise_kernel(
     state, ring_u, ring_k, ring_g, count, entries, capacity, layers,
     l_state, s_state, l_u, s_u, l_k, s_k, l_g, s_g,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    GATE: tl.constexpr, RB: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, KEY_SPLIT: tl.constexpr,
+    GATE: tl.constexpr, RB: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     NB: tl.constexpr = (L + RB - 1) // RB
     TILES: tl.constexpr = V // BV
@@ -79,27 +79,17 @@ def _materialise_kernel(
             else:
                 p_u = ring_u + i_layer * l_u + row * s_u + i_hv * (L * V) + ov[None, :]
                 i_key = i_hv if GATE == _SCALED else i_hv // (HV // H)
-                p_k = ring_k + i_layer * l_k + row * s_k + i_key * (L * K) + ok[None, :]
+                p_k = ring_k + i_layer * l_k + row * s_k + i_key * (L * K)
                 p_g = ring_g + i_layer * l_g + row * s_g + i_hv * (L if GATE == _GDN else L * K)
 
-                # Keys, and weights on them (KDA) or for u (GDN), newest block first; `since` as in replay.py.
+                # Keys, and weights on them (KDA) or for u (GDN), newest block first.
                 keys = ()
                 weights = ()
                 since = 0.0 if GATE == _GDN else tl.zeros([K], tl.float32)
                 for block in tl.static_range(NB - 1, -1, -1):
-                    j = block * RB + tl.arange(0, RB)
-                    key = tl.load(p_k + j[:, None] * K, mask=(j < upto)[:, None], other=0.0)
-                    if GATE == _GDN:
-                        younger = tl.load(p_g + j + 1, mask=j + 1 < upto, other=0.0)
-                        weight = tl.exp(since + tl.cumsum(younger, 0, reverse=True))
-                        weights = weights + (tl.where(j < upto, weight, 0.0),)
-                        since += tl.sum(younger, 0)
-                    elif GATE == _KDA:
-                        sums = load_group_sums(p_g, upto, block, ok, K, RB)
-                        within = tl.load(p_g + j[:, None] * K + ok[None, :], mask=(j < upto)[:, None], other=0.0)
-                        decay, since = decay_of_block(since, sums, within, RB)
-                        key = key.to(tl.float32) * exp_decay(decay)
+                    key, weight, since = weigh_block(block, since, upto, p_k, p_g, K, RB, GATE)
                     keys = keys + (key,)
+                    weights = weights + (weight,)
                 if GATE == _GDN:  # the checkpoint is older than the oldest record by that record's own gate
                     fade = tl.exp(since + tl.load(p_g))
                 elif GATE == _KDA:
@@ -116,7 +106,7 @@ def _materialise_kernel(
                         u = tl.load(p_old, mask=(j < upto)[:, None], other=0.0).to(tl.float32)
                         if GATE == _GDN:
                             u *= weights[n][:, None]
-                        added += dot_exact(tl.trans(u), keys[n], KEY_SPLIT and GATE == _GDN)
+                        added += dot_exact(tl.trans(u), keys[n])
                     new = (added + old) * fade if GATE == _SCALED else added + old * fade
                     tl.store(p_dst + i * (BV * K), new.to(state.dtype.element_ty))
 
@@ -172,6 +162,6 @@ def materialise(
         state.stride(0), state.stride(1), ring.u.stride(0), ring.u.stride(1),
         ring.k.stride(0), ring.k.stride(1), ring.g.stride(0), ring.g.stride(1),
         H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity,
-        GATE=gate_constant(s), RB=RECORDS, BV=block_v, STAGES=stages, KEY_SPLIT=s.key_dtype is torch.bfloat16,
+        GATE=gate_constant(s), RB=RECORDS, BV=block_v, STAGES=stages,
         num_warps=warps, num_stages=1,
     )  # fmt: skip

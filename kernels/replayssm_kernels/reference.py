@@ -2,10 +2,10 @@
 
     S_t = decayed S_{t-1} + u_t k_t^T      u_t = beta_t (v_t - (decayed S_{t-1}) k_t)      o_t = S_t q_t
 
-`Token` holds one step's inputs after the gates and norms; `step` is the recurrence that every kernel is
-measured against; `replay` is the same state from a checkpoint and records; `Sequential` runs requests of a
-random trace through `step`. Shapes: q, k [B, HV, K]; v, u, o [B, HV, V]; g [B, HV, 1] (GDN) or [B, HV, K]
-(KDA); beta [B, HV]; S [B, HV, V, K]; all float64.
+`Token` holds one step's inputs after the gates and norms; `step` is the recurrence that every kernel is measured
+against; `replay` is the same state from a checkpoint and records; `Sequential` runs requests of a random trace through
+`step`, a token or a run of drafts at a time. Shapes: q, k [B, HV, K]; v, u, o [B, HV, V]; g [B, HV, 1] (GDN) or
+[B, HV, K] (KDA); beta [B, HV]; S [B, HV, V, K]; all float64.
 """
 
 from __future__ import annotations
@@ -132,6 +132,23 @@ class Sequential:
             self.states[r] = S[i]
             self.lens[r] += 1
         return o
+
+    def verify(self, request: int, t: Token) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The drafts t (their axis in B's place) one after the other, as if each were accepted, without committing any.
+
+        Returns o [T, HV, V] and the state [HV, V, K] before the first draft and after every one.
+        """
+        states, outs = [self.states[request]], []
+        for i in range(t.q.shape[0]):
+            o, S, _ = step(states[-1][None], Token(*(part[i : i + 1] for part in t)))
+            outs.append(o)
+            states.append(S[0])
+        return torch.cat(outs), states
+
+    def accept(self, request: int, states: list[torch.Tensor], count: int) -> None:
+        """Commit the first `count` drafts of a `verify` that returned `states`."""
+        self.states[request] = states[count]
+        self.lens[request] += count
 
 
 def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:

@@ -42,6 +42,8 @@ from typing import NamedTuple
 import torch
 
 MAX_CAPACITY = 64
+MAX_WIDTH = 16
+"""Most tokens of one request in one verify step."""
 HEAD_DIMS = (16, 32, 64, 128, 256)
 KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 U_DTYPES = (torch.float32, torch.bfloat16)
@@ -71,8 +73,8 @@ PADDING_ROW = 0
 
 @dataclass(frozen=True)
 class RingShape:
-    """Sizes of a ring. `key_dtype` is the activation dtype, `capacity` the number L of records a row can
-    hold.
+    """Sizes of a ring. `key_dtype` is the activation dtype, `capacity` the number L of records a row can hold,
+    `max_width` the most tokens that one step brings to a row: 1 for plain decode, the draft length T for verify.
     """
 
     layers: int
@@ -86,6 +88,7 @@ class RingShape:
     u_dtype: torch.dtype = torch.float32
     gate: str = "gdn"
     lower_bound: float | None = None
+    max_width: int = 1
 
     def validate(self) -> None:
         """Raise ValueError with one sentence that says what is wrong and what is allowed."""
@@ -99,6 +102,13 @@ class RingShape:
                 raise ValueError(f"{name} must be one of {HEAD_DIMS}, got {getattr(self, name)}")
         if not 1 <= self.capacity <= MAX_CAPACITY:
             raise ValueError(f"the ring's capacity must be from 1 to {MAX_CAPACITY}, got {self.capacity}")
+        if not 1 <= self.max_width <= MAX_WIDTH:
+            raise ValueError(f"a step may bring from 1 to {MAX_WIDTH} tokens of a request, got {self.max_width}")
+        if self.max_width > 1 and self.capacity < 2 * self.max_width:
+            raise ValueError(
+                f"a ring of {self.capacity} records folds in every step that brings {self.max_width} tokens; "
+                f"with {2 * self.max_width} and more it never folds in two steps running"
+            )
         if self.key_dtype not in KEY_DTYPES:
             raise ValueError(f"keys must be one of {KEY_DTYPES}, got {self.key_dtype}")
         if self.u_dtype not in U_DTYPES:

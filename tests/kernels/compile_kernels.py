@@ -22,13 +22,14 @@ from triton.compiler import ASTSource
 
 import replayssm_kernels  # noqa: F401  (fills sys.modules: the functions shadow their modules' names)
 from replayssm_kernels.gates import GDN, KDA, SCALED
-from replayssm_kernels.launch_shapes import choose_config, swept
+from replayssm_kernels.launch_shapes import choose_config, choose_verify_config, swept
 
 TARGET = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DECODE = sys.modules["replayssm_kernels.decode"]
 MATERIALISE = sys.modules["replayssm_kernels.materialise"]
 CURSORS = sys.modules["replayssm_kernels.cursors"]
+VERIFY = sys.modules["replayssm_kernels.verify"]
 
 
 def compile_one(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> dict[str, int]:
@@ -54,7 +55,7 @@ def compile_one(kernel: Any, types: dict[str, str], constants: dict[str, Any], w
 def layer_types(key: str, state: str, u: str, gate: int) -> dict[str, str]:
     names = dict.fromkeys(("mixed_qkv", "a", "b", "out", "ring_k"), "*" + key)
     names |= dict.fromkeys(("A_log", "dt_bias", "ring_g"), "*fp32")
-    names |= dict.fromkeys(("slots", "pending", "count", "entries"), "*i32")
+    names |= dict.fromkeys(("slots", "pending", "count", "entries", "starts", "widths"), "*i32")
     names |= dict(state="*" + state, ring_u="*" + u, rows="*i64", scale="fp32", lower_bound="fp32")
     return names | (dict(ring_k="*fp32") if gate == SCALED else {})
 
@@ -83,18 +84,34 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]
             constants,
             c.warps,
         )
+    served = itertools.product((GDN, KDA, SCALED), (128,), ("bf16",), ("fp32", "bf16"), (4, 8))
+    corners = ((GDN, 128, "fp16", "fp32", 8), (GDN, 128, "bf16", "fp32", 16), (KDA, 128, "bf16", "fp32", 16))
+    corners += ((GDN, 256, "bf16", "fp32", 4), (KDA, 256, "bf16", "fp32", 4), (KDA, 64, "fp32", "fp32", 4))
+    for gate, dim, key, state, width in (*served, *corners):
+        c = choose_verify_config(10_000, gate, 4 if state == "fp32" else 2, dim, dim, width)
+        constants = dict(H=16, HV=48, K=dim, V=dim, L=16 if gate == SCALED else 32 + width, GATE=gate)
+        constants |= dict(BOUNDED=gate == SCALED, TP=8 if width <= 8 else 16, MAX_WIDTH=width, RB=16)
+        constants |= dict(BV=c.block_v, SPLIT=c.split, STAGES=c.stages)
+        name = f"verify gate {gate} dim {dim} {key} {state} T {width} {tuple(c)}"
+        yield name, VERIFY._verify_kernel, layer_types(key, state, "fp32", gate), constants, c.warps
     folds = [(gate, "bf16", state) for gate in (GDN, KDA, SCALED) for state in ("fp32", "bf16")]
     for gate, key, state in (*folds, (GDN, "fp16", "fp32")):
-        constants = dict(sizes, GATE=gate, RB=16, BV=32, STAGES=3, KEY_SPLIT=key == "bf16")
+        constants = dict(sizes, GATE=gate, RB=16, BV=32, STAGES=3)
         types = layer_types(key, state, "fp32", gate)
         yield f"materialise gate {gate} {key} {state}", MATERIALISE._materialise_kernel, types, constants, 4
     plan = dict.fromkeys(("checkpoint", "faults", "slots", "track_slots", "pending", "fold_count", "fold"), "*i32")
     plan |= dict.fromkeys(("snapshot_count", "snapshot", "count_out", "entries"), "*i32")
-    plan |= dict(rows="*i64", seq_lens="*i64", lens="*i64", new_lens="*i64", track_mask="*i1")
+    plan |= dict(
+        positions="*i64", widths="*i32", rows="*i64", seq_lens="*i64", lens="*i64", new_lens="*i64", track_mask="*i1"
+    )
     for count, capacity in ((False, 16), (True, 16), (True, 64)):
         plan["totals"] = "*i64"
-        constants = dict(L=capacity, TRACK=True, BLOCK=1024, COUNT=count, BINS=max(32, 2 * capacity))
-        yield f"plan_step count {count}", CURSORS._plan_step_kernel, plan, constants, 4
+        constants = dict(L=capacity, BLOCK=1024, COUNT=count, BINS=max(32, 2 * capacity), MAX_WIDTH=8)
+        for wide in (False, True):
+            kind = dict(constants, WIDE=wide, TRACK=not wide)
+            yield f"plan_step count {count} wide {wide}", CURSORS._plan_step_kernel, plan, kind, 4
+        constants = dict(L=capacity, BLOCK=64, COUNT=count)
+        yield f"plan_snapshot count {count}", CURSORS._plan_snapshot_kernel, plan, constants, 4
         constants = dict(L=capacity, BLOCK=64, COUNT=count, REASON=2)
         yield f"plan_forced_fold count {count}", CURSORS._plan_forced_fold_kernel, plan, constants, 4
     yield "set_checkpoint", CURSORS._set_checkpoint_kernel, plan, dict(BLOCK=64), 4

@@ -17,9 +17,11 @@ from replayssm_kernels import (
     decode,
     materialise,
     plan_forced_fold,
+    plan_snapshot,
     plan_step,
     reference,
     set_checkpoint,
+    verify,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -177,10 +179,66 @@ class Machine:
         materialise(self.state, self.ring, self.plan.snapshot)
         return outs
 
+    def verify(
+        self,
+        requests: list[int],
+        widths: list[int],
+        accepted: list[int],
+        track: dict[int, tuple[int, int]] | None = None,
+        spare: int = 0,
+        inputs: list[Inputs] | None = None,
+    ) -> list[torch.Tensor]:
+        """One verify forward: widths[i] drafts of requests[i], of which accepted[i] are then committed.
+
+        Checks every output. track: request -> (slot, how many of the accepted drafts the snapshot there includes);
+        spare: padding tokens behind each entry's drafts. Returns the outputs per layer.
+        """
+        live = [w if r != PADDING else 0 for r, w in zip(requests, widths, strict=True)]
+        starts = [0]
+        for w in widths:
+            starts.append(starts[-1] + min(w + spare, self.shape.max_width))
+        x = inputs or self.inputs(starts[-1])
+        self.launch_plan(
+            requests, [self.length(r) + w if w else 0 for r, w in zip(requests, live, strict=True)], widths=live
+        )
+        outs = []
+        for layer in range(self.shape.layers):
+            out = self.launch_verify(layer, requests, live, starts, x[layer])
+            token = self.token(layer, x[layer])
+            for i, request in enumerate(requests):
+                mine = slice(starts[i], starts[i] + live[i])
+                assert not out[mine.stop : starts[i + 1]].any(), "padding must give zeros"
+                if not live[i]:
+                    continue
+                oracle = self.oracle[layer]
+                expected, states = oracle.verify(request, reference.Token(*(part[mine] for part in token)))
+                error = reference.relative_error(out[mine], expected)
+                assert error <= self.output_bound(), f"layer {layer}, request {request}: output error {error:.1e}"
+                oracle.accept(request, states, accepted[i])
+            outs.append(out)
+        if track is not None:
+            position = {r: self.length(r) - accepted[requests.index(r)] + taken for r, (_, taken) in track.items()}
+            plan_snapshot(
+                self.ring,
+                self.plan.snapshot,
+                self.ints([self.row.get(r, 0) for r in requests]),
+                self.ints([position.get(r, -1) for r in requests]),
+                self.ints([self.slot.get(r, -1) for r in requests]),
+                self.ints([track[r][0] if r in track else -1 for r in requests]),
+            )
+            materialise(self.state, self.ring, self.plan.snapshot)
+        return outs
+
     def output_bound(self) -> float:
         return OUTPUT_BOUND[self.shape.key_dtype]
 
-    def launch_plan(self, requests: list[int], lens: list[int], track: dict[int, int] | None = None) -> None:
+    def launch_plan(
+        self,
+        requests: list[int],
+        lens: list[int],
+        track: dict[int, int] | None = None,
+        widths: list[int] | None = None,
+    ) -> None:
         """plan_step and the folds that it lists."""
         rows = self.ints([self.row.get(r, 0) for r in requests])
         slots = self.ints([self.slot.get(r, -1) for r in requests], torch.int32)
@@ -188,7 +246,8 @@ class Machine:
         if track is not None:
             mask = torch.tensor([r in track for r in requests], device=DEVICE)
             track_slots = self.ints([track.get(r, -1) for r in requests])
-        plan_step(self.ring, self.plan, rows, self.ints(lens), slots, mask, track_slots)
+        wide = None if widths is None else self.ints(widths)
+        plan_step(self.ring, self.plan, rows, self.ints(lens), slots, mask, track_slots, widths=wide)
         materialise(self.state, self.ring, self.plan.fold)
 
     def launch_decode(self, layer: int, requests: list[int], x: Inputs) -> torch.Tensor:
@@ -197,6 +256,16 @@ class Machine:
         return decode(
             x.mixed_qkv, x.a, x.b, self.A_log[layer], self.dt_bias[layer], self.state[layer], self.ring,
             layer, slots, rows, self.plan.pending, self.scale,
+        )  # fmt: skip
+
+    def launch_verify(
+        self, layer: int, requests: list[int], widths: list[int], starts: list[int], x: Inputs
+    ) -> torch.Tensor:
+        rows = self.ints([self.row.get(r, 0) for r in requests])
+        slots = self.ints([self.slot.get(r, -1) for r in requests], torch.int32)
+        return verify(
+            x.mixed_qkv, x.a, x.b, self.A_log[layer], self.dt_bias[layer], self.state[layer], self.ring, layer,
+            slots, rows, self.plan.pending, self.ints(starts, torch.int32), self.ints(widths), self.scale,
         )  # fmt: skip
 
     def fold(self, requests: list[int]) -> None:

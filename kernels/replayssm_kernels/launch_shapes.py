@@ -104,11 +104,12 @@ def choose_verify_config(
 ) -> VerifyConfig:
     """Launch shape of verify for `pairs` = batch x v-heads; other args as `choose_config`, max_width of the ring.
 
-    Not swept yet: tiles that keep two programs and more on a multiprocessor, and as many programs per head as it takes
-    to fill the GPU. What doesn't hang on V (gates, triangle, products with the records' keys) is done per program.
+    Not swept yet. Tiles of 64 rows and four warps give products that take their narrow side from shared memory, which
+    leaves registers for three programs per multiprocessor (GDN); as many programs per head as it takes to fill the GPU.
+    What doesn't hang on V (gates, triangle, products with the records' keys) is done once per program.
     """
     if INTERPRETED:
         return VerifyConfig(block_v=value_dim, split=1, warps=1, stages=1)
-    block_v = min(32, value_dim)
-    split = min(value_dim // block_v, next(n for least, n in ((600, 1), (200, 2), (0, 4)) if pairs >= least))
-    return VerifyConfig(block_v, split, warps=8 if key_dim > 128 else 4, stages=2)
+    block_v = min(64 if key_dim <= 128 else 32, value_dim)
+    split = min(value_dim // block_v, 1 if pairs >= 600 else 2)
+    return VerifyConfig(block_v, split, warps=4, stages=2)

@@ -35,7 +35,7 @@ import triton.language as tl
 from .cursors import WorkList
 from .decode import check_state
 from .gates import GDN, INTERPRETED, KDA, RECORDS, SCALED, dot_exact, exp_careful, exp_decay, gate_constant
-from .replay import weigh_block
+from .replay import block_keys, block_weights
 from .ring import Ring
 
 _PROGRAMS_PER_SM = 8
@@ -87,9 +87,11 @@ def _materialise_kernel(
                 weights = ()
                 since = 0.0 if GATE == _GDN else tl.zeros([K], tl.float32)
                 for block in tl.static_range(NB - 1, -1, -1):
-                    key, weight, since = weigh_block(block, since, upto, p_k, p_g, K, RB, GATE)
+                    if GATE == _GDN:
+                        weight, since = block_weights(block, since, upto, p_g, RB)
+                        weights = weights + (weight,)
+                    key, since = block_keys(block, since, upto, p_k, p_g, ok, K, RB, GATE)
                     keys = keys + (key,)
-                    weights = weights + (weight,)
                 if GATE == _GDN:  # the checkpoint is older than the oldest record by that record's own gate
                     fade = tl.exp(since + tl.load(p_g))
                 elif GATE == _KDA:

@@ -114,27 +114,33 @@ def decay_of_block(since, sums, within, RB: tl.constexpr):
 
 
 @triton.jit
-def weigh_block(block: tl.constexpr, since, p, p_key, p_g, K: tl.constexpr, RB: tl.constexpr, GATE: tl.constexpr):
-    """One block of records, K uncut, weighed from the newest record's end: (keys [RB, K], weights, since).
+def block_weights(block: tl.constexpr, since, p, p_g, RB: tl.constexpr):
+    """GDN: the weights [RB] of a block's records, 0 for dead ones, and `since` at the block's start.
 
-    GDN: raw keys and a weight [RB] for each, 0 for dead records; KDA: fp32 keys that carry their decays, no weights;
-    scaled keys: as they are stored. since: log-decay since the block's end, then since its start (a number for GDN, [K]
-    for KDA); 0 for the newest block. For GDN the oldest record's own gate is not in the last `since`.
+    since: log-decay since the block's end, 0 for the newest block; of the oldest record its own gate is left out.
     """
     j = block * RB + tl.arange(0, RB)
-    columns = tl.arange(0, K)
+    younger = tl.load(p_g + j + 1, mask=j + 1 < p, other=0.0)
+    weights = tl.where(j < p, tl.exp(since + tl.cumsum(younger, 0, reverse=True)), 0.0)
+    return weights, since + tl.sum(younger, 0)
+
+
+@triton.jit
+def block_keys(
+    block: tl.constexpr, since, p, p_key, p_g, columns, K: tl.constexpr, RB: tl.constexpr, GATE: tl.constexpr
+):  # fmt: skip
+    """Some columns of a block's keys [RB, columns], and `since` [columns] at the block's start.
+
+    KDA: fp32 keys that carry their decays, `since` as in `block_weights`; others: keys as stored, `since` untouched.
+    """
+    j = block * RB + tl.arange(0, RB)
     keys = tl.load(p_key + j[:, None] * K + columns[None, :], mask=(j < p)[:, None], other=0.0)
-    weights = 0.0
-    if GATE == _GDN:
-        younger = tl.load(p_g + j + 1, mask=j + 1 < p, other=0.0)
-        weights = tl.where(j < p, tl.exp(since + tl.cumsum(younger, 0, reverse=True)), 0.0)
-        since += tl.sum(younger, 0)
-    elif GATE == _KDA:
+    if GATE == _KDA:
         sums = load_group_sums(p_g, p, block, columns, K, RB)
         within = tl.load(p_g + j[:, None] * K + columns[None, :], mask=(j < p)[:, None], other=0.0)
         decay, since = decay_of_block(since, sums, within, RB)
         keys = keys.to(tl.float32) * exp_decay(decay)
-    return keys, weights, since
+    return keys, since
 
 
 @triton.jit

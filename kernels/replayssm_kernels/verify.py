@@ -38,7 +38,7 @@ from .cursors import PAD
 from .decode import check_entries, check_inputs, check_vector
 from .gates import GDN, KDA, RECORDS, SCALED, dot_exact, exp_careful, exp_decay, gate_constant, log_decay
 from .launch_shapes import VerifyConfig, choose_verify_config
-from .replay import weigh_block
+from .replay import block_keys, block_weights
 from .ring import GROUP, Ring
 
 _PAD = tl.constexpr(PAD)
@@ -71,9 +71,10 @@ def _verify_kernel(
     scale, lower_bound, s_qkv, s_a, s_b, s_state, s_u, s_k, s_g,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     GATE: tl.constexpr, BOUNDED: tl.constexpr,
-    TP: tl.constexpr, MAX_WIDTH: tl.constexpr, RB: tl.constexpr, BV: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    TP: tl.constexpr, MAX_WIDTH: tl.constexpr, RB: tl.constexpr, CH: tl.constexpr, BV: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    NC: tl.constexpr = K // CH
     NB: tl.constexpr = (L + RB - 1) // RB
     M: tl.constexpr = 2 * TP
     TILES: tl.constexpr = V // SPLIT // BV
@@ -83,7 +84,7 @@ def _verify_kernel(
     i_n = tl.program_id(2)
     i_h = i_hv // PER_KEY
     v0 = i_split * (V // SPLIT)
-    ok = tl.arange(0, K)
+    oc = tl.arange(0, CH)
     ov = tl.arange(0, BV)
     probe = tl.arange(0, M)
     draft = probe % TP
@@ -112,65 +113,80 @@ def _verify_kernel(
     is_key = (is_query == 0) & live
     place = p + draft  # of the draft's record
 
-    # The probes, raw [M, K], and what each is multiplied with to be normalised.
+    # The probes as they are, in chunks [M, CH] along K, and what normalises them.
     p_x = mixed_qkv + token * s_qkv + i_h * K + tl.where(is_query, 0, H * K)
-    raw = tl.load(p_x[:, None] + ok[None, :], mask=live[:, None], other=0.0)
-    x = raw.to(tl.float32)
-    norm = tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
-    scaled = norm * tl.where(is_query, scale, 1.0)
+    raws = ()
+    squares = tl.zeros([M], tl.float32)
+    for c in tl.static_range(NC):
+        raw = tl.load(p_x[:, None] + (c * CH + oc)[None, :], mask=live[:, None], other=0.0)
+        raws = raws + (raw,)
+        squares += tl.sum(raw.to(tl.float32) * raw.to(tl.float32), 1)
+    norm = tl.rsqrt(squares + 1e-6)
+    factor = norm * tl.where(is_query, scale, 1.0)
     beta = tl.sigmoid(tl.load(b + token * s_b + i_hv, mask=live, other=0.0).to(tl.float32))
     if GATE == _GDN:
         beta = beta.to(b.dtype.element_ty).to(tl.float32)  # as SGLang rounds it
     rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
 
-    # Gates, from the newest draft to the oldest: `since` is each probe's log-decay since draft i, at last D_t.
+    # Gates, from the newest draft to the oldest: `since` is each probe's log-decay since draft i, at last D_t. `gram`
+    # holds the decayed products of keys with probes.
     p_a = a + first * s_a + i_hv * (1 if GATE == _GDN else K)
     gram = tl.zeros([M, M], tl.float32)
+    probes = ()
     if GATE == _GDN:
         bias = tl.load(dt_bias + i_hv).to(tl.float32)
         since = tl.zeros([M], tl.float32)
+        decay = tl.zeros([M, M], tl.float32)
         for age in range(width):
             i = width - 1 - age
-            gram = tl.where((probe == TP + i)[:, None], tl.exp(since)[None, :], gram)
+            decay = tl.where((probe == TP + i)[:, None], tl.exp(since)[None, :], decay)
             g = log_decay(tl.load(p_a + i * s_a).to(tl.float32) + bias, rate, lower_bound, BOUNDED)
             since += tl.where(draft >= i, g, 0.0)
             if i_split == 0:
                 tl.store(p_g + p + i, g)
-        gram *= dot_exact(raw, tl.trans(raw)) * norm[:, None] * scaled[None, :]
-        factor = scaled * tl.exp(since)  # probe = raw times factor
+        for c in tl.static_range(NC):
+            gram += dot_exact(raws[c], tl.trans(raws[c]))
+        gram *= decay * norm[:, None] * factor[None, :]
+        factor *= tl.exp(since)
+        probes = raws
     else:
-        x = x * scaled[:, None]
-        bias = tl.load(dt_bias + i_hv * K + ok).to(tl.float32)
-        since = tl.zeros([M, K], tl.float32)
-        sums = tl.zeros([M, K], tl.float32)  # since the start of the record's group
-        for age in range(width):
-            i = width - 1 - age
-            if GATE == _KDA:
-                key = tl.load(mixed_qkv + (first + i) * s_qkv + (H + i_h) * K + ok).to(tl.float32)
-                products = tl.sum(x * exp_decay(since) * key[None, :], 1)
-                gram = tl.where((probe == TP + i)[:, None], products[None, :], gram)
-            g = log_decay(tl.load(p_a + i * s_a + ok).to(tl.float32) + bias, rate, lower_bound, BOUNDED)
-            since += tl.where((draft >= i)[:, None], g[None, :], 0.0)
-            if GATE == _KDA:
-                together = (draft >= i) & (place // _GROUP == (p + i) // _GROUP)
-                sums += tl.where(together[:, None], g[None, :], 0.0)
         grows = p > 0 if GATE == _SCALED else p % _GROUP != 0
-        newest = tl.load(p_g + (p - 1) * K + ok, mask=(ok >= 0) & grows, other=0.0)
+        for c in tl.static_range(NC):
+            columns = c * CH + oc
+            x = raws[c].to(tl.float32)
+            bias = tl.load(dt_bias + i_hv * K + columns).to(tl.float32)
+            newest = tl.load(p_g + (p - 1) * K + columns, mask=(oc >= 0) & grows, other=0.0)
+            since = tl.zeros([M, CH], tl.float32)
+            sums = tl.zeros([M, CH], tl.float32)  # since the start of the record's group
+            for age in range(width):
+                i = width - 1 - age
+                if GATE == _KDA:
+                    key = tl.load(mixed_qkv + (first + i) * s_qkv + (H + i_h) * K + columns).to(tl.float32)
+                    products = tl.sum(x * exp_decay(since) * key[None, :], 1)
+                    gram += tl.where((probe == TP + i)[:, None], products[None, :], 0.0)
+                g = log_decay(tl.load(p_a + i * s_a + columns).to(tl.float32) + bias, rate, lower_bound, BOUNDED)
+                since += tl.where((draft >= i)[:, None], g[None, :], 0.0)
+                if GATE == _KDA:
+                    together = (draft >= i) & (place // _GROUP == (p + i) // _GROUP)
+                    sums += tl.where(together[:, None], g[None, :], 0.0)
+            if GATE == _KDA:
+                sums += tl.where((place // _GROUP == (p - 1) // _GROUP)[:, None], newest[None, :], 0.0)
+                probes = probes + (x * exp_decay(since),)
+            else:
+                sums = since + newest[None, :]
+                key = tl.where(is_key[:, None], x * norm[:, None] * exp_careful(-sums), 0.0)
+                probes = probes + (x * exp_careful(sums),)
+                gram += dot_exact(key, tl.trans(probes[c]))
+                if i_split == 0:
+                    tl.store(p_key + place[:, None] * K + columns[None, :], key, mask=is_key[:, None])
+            if i_split == 0:
+                tl.store(p_g + place[:, None] * K + columns[None, :], sums, mask=is_key[:, None])
         if GATE == _KDA:
             gram *= norm[:, None]
-            sums += tl.where((place // _GROUP == (p - 1) // _GROUP)[:, None], newest[None, :], 0.0)
-            x = x * exp_decay(since)
-        else:
-            sums = since + newest[None, :]
-            key = tl.where(is_key[:, None], x * exp_careful(-sums), 0.0)
-            x = x * exp_careful(sums)
-            gram = dot_exact(key, tl.trans(x))
-            if i_split == 0:
-                tl.store(p_key + place[:, None] * K + ok[None, :], key, mask=is_key[:, None])
-        if i_split == 0:
-            tl.store(p_g + place[:, None] * K + ok[None, :], sums, mask=is_key[:, None])
+        gram *= factor[None, :]
     if (GATE != _SCALED) & (i_split == 0) & (i_hv % PER_KEY == 0):
-        tl.store(p_key + place[:, None] * K + ok[None, :], raw, mask=is_key[:, None])
+        for c in tl.static_range(NC):
+            tl.store(p_key + place[:, None] * K + (c * CH + oc)[None, :], raws[c], mask=is_key[:, None])
 
     earlier = draft[:, None] < draft[None, :] + tl.where(is_query, 1, 0)[None, :]
     gram = tl.where(is_key[:, None] & earlier, gram, 0.0)
@@ -178,32 +194,43 @@ def _verify_kernel(
 
     # The records' products with the probes, [RB, M] per block, newest block first.
     scores = ()
-    aged = 0.0 if GATE == _GDN else tl.zeros([K], tl.float32)
+    aged = ()  # KDA: log-decay since the start of the last block, chunk by chunk
+    age_of = 0.0  # GDN: the same, a number
+    if GATE == _KDA:
+        for _ in tl.static_range(NC):
+            aged = aged + (tl.zeros([CH], tl.float32),)
     for block in tl.static_range(NB - 1, -1, -1):
-        keys, weights, aged = weigh_block(block, aged, p, p_key, p_g, K, RB, GATE)
+        score = tl.zeros([RB, M], tl.float32)
+        further = ()
+        for c in tl.static_range(NC):
+            columns = c * CH + oc
+            if GATE == _KDA:
+                keys, start = block_keys(block, aged[c], p, p_key, p_g, columns, K, RB, GATE)
+                further = further + (start,)
+            else:
+                keys, start = block_keys(block, 0.0, p, p_key, p_g, columns, K, RB, GATE)
+            score += dot_exact(keys, tl.trans(probes[c]))
+        aged = further
         if GATE == _GDN:
-            score = dot_exact(keys, tl.trans(raw)) * weights[:, None] * factor[None, :]
-        else:
-            score = dot_exact(keys, tl.trans(x))
-        scores = scores + (score,)
+            weights, age_of = block_weights(block, age_of, p, p_g, RB)
+            score *= weights[:, None]
+        scores = scores + (score * factor[None, :],)
+    sides = ()  # the probes as the checkpoint sees them, [CH, M]
+    for c in tl.static_range(NC):
+        sides = sides + (tl.trans(probes[c] * exp_decay(aged[c])[None, :] if GATE == _KDA else probes[c]),)
     if GATE == _GDN:
         # The checkpoint is older than the oldest record by that record's own gate.
-        factor = factor * tl.exp(aged + tl.load(p_g, mask=p > 0, other=0.0))
-        probes = tl.trans(raw)
-    elif GATE == _KDA:
-        probes = tl.trans(x * exp_decay(aged)[None, :])
-    else:
-        probes = tl.trans(x)
+        factor *= tl.exp(age_of + tl.load(p_g, mask=p > 0, other=0.0))
 
     u_scale = norm if GATE != _SCALED else tl.full([M], 1.0, tl.float32)
-    p_state = state + slot * s_state + i_hv * (V * K) + (v0 + ov)[:, None] * K + ok[None, :]
+    p_state = state + slot * s_state + i_hv * (V * K) + (v0 + ov)[:, None] * K + oc[None, :]
     p_u = ring_u + row * s_u + i_hv * (L * V) + v0
     p_v = mixed_qkv + token * s_qkv + 2 * H * K + i_hv * V + v0  # [M]
     for i in tl.range(0, TILES, num_stages=STAGES):
-        tile = tl.load(p_state + i * (BV * K))
-        y = dot_exact(tile, probes)
-        if GATE == _GDN:
-            y *= factor[None, :]
+        y = tl.zeros([BV, M], tl.float32)
+        for c in tl.static_range(NC):
+            y += dot_exact(tl.load(p_state + i * (BV * K) + c * CH), sides[c])
+        y *= factor[None, :]
         for n in tl.static_range(NB):
             j = (NB - 1 - n) * RB + tl.arange(0, RB)
             p_old = p_u + i * BV + j[:, None] * V + ov[None, :]
@@ -271,6 +298,6 @@ def verify(
         mixed_qkv.stride(0), a.stride(0), b.stride(0), state_layer.stride(0), u.stride(0), k.stride(0), g.stride(0),
         H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity,
         GATE=gate, BOUNDED=s.lower_bound is not None, TP=8 if s.max_width <= 8 else 16, MAX_WIDTH=s.max_width,
-        RB=RECORDS, BV=block_v, SPLIT=split, STAGES=stages, num_warps=warps, num_stages=1,
+        RB=RECORDS, CH=min(32, s.key_dim), BV=block_v, SPLIT=split, STAGES=stages, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return out

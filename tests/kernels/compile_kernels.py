@@ -90,7 +90,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]
     for gate, dim, key, state, width in (*served, *corners):
         c = choose_verify_config(10_000, gate, 4 if state == "fp32" else 2, dim, dim, width)
         constants = dict(H=16, HV=48, K=dim, V=dim, L=16 if gate == SCALED else 32 + width, GATE=gate)
-        constants |= dict(BOUNDED=gate == SCALED, TP=8 if width <= 8 else 16, MAX_WIDTH=width, RB=16)
+        constants |= dict(BOUNDED=gate == SCALED, TP=8 if width <= 8 else 16, MAX_WIDTH=width, RB=16, CH=min(32, dim))
         constants |= dict(BV=c.block_v, SPLIT=c.split, STAGES=c.stages)
         name = f"verify gate {gate} dim {dim} {key} {state} T {width} {tuple(c)}"
         yield name, VERIFY._verify_kernel, layer_types(key, state, "fp32", gate), constants, c.warps

@@ -20,6 +20,7 @@ from replayssm_kernels import (
     WorkList,
     mark_fresh,
     plan_forced_fold,
+    plan_snapshot,
     plan_step,
     set_checkpoint,
 )
@@ -34,6 +35,7 @@ class Model:
 
     capacity: int
     checkpoint: list[int]
+    max_width: int = 1
     faults: int = 0
     pending: list[int] = field(default_factory=list)
     fold: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -57,25 +59,38 @@ class Model:
         inert = 0 < row < len(self.checkpoint) and self.checkpoint[row] == INERT
         return slot < 0 or row == 0 or inert
 
-    def step(self, rows, lens, slots, tracks) -> None:
+    def step(self, rows, lens, slots, tracks, widths=None) -> None:
         self.pending, self.fold, self.snapshot = [], [], []
-        for row, length, slot, track in zip(rows, lens, slots, tracks, strict=True):
-            if self.is_padding(row, slot):
+        for row, length, slot, track, width in zip(rows, lens, slots, tracks, widths or [1] * len(rows), strict=True):
+            if self.is_padding(row, slot) or width < 1:
                 self.pending.append(PAD)
                 continue
-            count = self.count(row, length - 1)
-            if count is None or track == slot:
+            count = self.count(row, length - width)
+            if count is None or track == slot or width > self.max_width:
                 self.poison(row)
                 self.pending.append(FAULT)
                 if track >= 0 and track != slot:
                     self.snapshot.append((row, slot, track, FAULT))
                 continue
-            if count == self.capacity:
+            if count + width > self.capacity:
                 self.fold.append((row, slot, slot, count))
-                self.checkpoint[row], count = length - 1, 0
+                self.checkpoint[row], count = length - width, 0
             self.pending.append(count)
             if track >= 0:
                 self.snapshot.append((row, slot, track, count + 1))
+
+    def snapshots(self, rows, positions, slots, tracks) -> None:
+        self.snapshot = []
+        for row, position, slot, track in zip(rows, positions, slots, tracks, strict=True):
+            if self.is_padding(row, slot) or position < 0 or track < 0:
+                continue
+            known = 0 < row < len(self.checkpoint) and self.checkpoint[row] >= 0 and track != slot
+            upto = position - self.checkpoint[row] if known else FAULT
+            if not 0 <= upto <= self.capacity:
+                self.poison(row)
+                upto = FAULT
+            if track != slot:
+                self.snapshot.append((row, slot, track, upto))
 
     def forced(self, rows, lens, slots, new_lens) -> None:
         self.fold = []
@@ -92,13 +107,13 @@ class Model:
             self.checkpoint[row] = new
 
 
-def make(capacity: int, seed: int) -> tuple[random.Random, Model, Ring]:
+def make(capacity: int, seed: int, max_width: int = 1) -> tuple[random.Random, Model, Ring]:
     """A ring whose rows stand anywhere, with FRESH and INERT ones among them, and its model."""
     rng = random.Random(seed)
-    ring = Ring.allocate(make_shape(rows=ROWS, capacity=capacity, v_heads=1), DEVICE)
+    ring = Ring.allocate(make_shape(rows=ROWS, capacity=capacity, v_heads=1, max_width=max_width), DEVICE)
     values = [INERT] + [rng.choice([FRESH, INERT, rng.randrange(1000), rng.randrange(1000)]) for _ in range(ROWS - 1)]
     ring.checkpoint.copy_(torch.tensor(values, dtype=torch.int32))
-    return rng, Model(capacity, values), ring
+    return rng, Model(capacity, values, max_width), ring
 
 
 def draw_batch(rng: random.Random, model: Model, size: int) -> tuple[list[int], list[int], list[int]]:
@@ -139,6 +154,31 @@ def test_plan_step_against_the_model(size: int, capacity: int) -> None:
         model.step(rows, lens, slots, tracks)
         assert plan.pending.tolist() == model.pending
         assert plan.fold.to_host() == model.fold
+        assert plan.snapshot.to_host() == model.snapshot
+        assert ring.checkpoint.tolist() == model.checkpoint
+        assert int(ring.faults) == model.faults
+    assert model.faults > 0 or size < 64, "the drawn batches must contain faults"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1025])
+@pytest.mark.parametrize("capacity,max_width", [(2, 1), (8, 4), (33, 16)])
+def test_steps_of_any_width_against_the_model(size: int, capacity: int, max_width: int) -> None:
+    """Widths differ per entry and step, none and too many among them; then snapshots at positions all around."""
+    rng, model, ring = make(capacity, seed=size * 100 + capacity, max_width=max_width)
+    plan = StepPlan.allocate(size, DEVICE)
+    for turn in range(3):
+        rows, lens, slots = draw_batch(rng, model, size)
+        widths = [rng.choice([1, max_width, rng.randint(-1, max_width + 1)]) for _ in rows]
+        lens = [n - 1 + w for n, w in zip(lens, widths, strict=True)]
+        kind = torch.int64 if turn % 2 else torch.int32
+        plan_step(ring, plan, *(tensor(x, kind) for x in (rows, lens, slots)), widths=tensor(widths, kind))
+        model.step(rows, lens, slots, [-1] * size, widths)
+        assert plan.pending.tolist() == model.pending
+        assert plan.fold.to_host() == model.fold and plan.snapshot.to_host() == []
+        positions = [rng.choice([-1, n - rng.randint(-1, capacity)]) for n in lens]
+        tracks = [rng.choice([-1, 5000 + i, slot]) for i, slot in enumerate(slots)]
+        plan_snapshot(ring, plan.snapshot, *(tensor(x, kind) for x in (rows, positions, slots, tracks)))
+        model.snapshots(rows, positions, slots, tracks)
         assert plan.snapshot.to_host() == model.snapshot
         assert ring.checkpoint.tolist() == model.checkpoint
         assert int(ring.faults) == model.faults

@@ -30,7 +30,7 @@ def machine(width: int, capacity: int = 0, **changes: object) -> Machine:
 @pytest.mark.parametrize("width", range(1, 17))
 @pytest.mark.parametrize("gate", [GDN, KDA, BOUNDED], ids=["gdn", "kda", "bounded"])
 def test_every_width(width: int, gate: dict) -> None:
-    """Outputs and folded states over steps that accept all, some and none; with raw keys in more than one block of records."""
+    """Outputs and folded states over steps that accept all, some and none; raw keys fill more than one block."""
     m = machine(width, capacity=2 * width if gate is BOUNDED else max(17, 2 * width), **gate)
     m.start(5, row=2, slot=3, length=11)
     for accepted in (width, width // 2, 0, width, width):

@@ -9,6 +9,7 @@ from .cursors import StepPlan, WorkList, plan_forced_fold, plan_step, set_checkp
 from .decode import DecodeConfig, decode
 from .materialise import materialise
 from .ring import Ring, RingShape
+from .verify import VerifyConfig, verify
 
 _START = 1000  # token count at which every request stands
 
@@ -71,8 +72,10 @@ class Inputs:
 class Workload:
     """`batch` requests decoding through a ring; `forward` is everything that one step of a server launches.
 
-    stagger spreads the requests over the ring (request i starts with i % L records pending), so that 1 / L of the rows
-    fold in every step as in serving; otherwise all start with an empty ring and `reference` starts from `state`.
+    width: tokens that a step brings to each request: 1 is plain decode, more a verify step, of which `accepted` are
+    committed. The inputs are those of batch * width tokens, a request's tokens next to each other.
+    stagger spreads the requests over the ring, so that as many rows fold in every step as in serving (one in `turn`);
+    otherwise all start with an empty ring and `reference` starts from `state`.
     """
 
     def __init__(
@@ -85,11 +88,18 @@ class Workload:
         seed: int = 0,
         stagger: bool = False,
         out_dtype: torch.dtype | None = None,
-        config: DecodeConfig | None = None,
+        config: DecodeConfig | VerifyConfig | None = None,
+        width: int = 1,
+        accepted: int = 1,
     ) -> None:
         device = torch.device(device)
-        self.shape, self.config = shape, config
-        self.inputs = Inputs(shape, batch, device, seed, out_dtype)
+        self.shape, self.batch, self.config = shape, batch, config
+        self.width, self.accepted = width, accepted
+        self.turn = (shape.capacity - width) // accepted + 1
+        """Steps from one fold of a request to its next."""
+        self.inputs = Inputs(shape, batch * width, device, seed, out_dtype)
+        self.widths = torch.full((batch,), width, dtype=torch.int32, device=device)
+        self.starts = torch.arange(0, batch * width + 1, width, dtype=torch.int32, device=device)
         self.state = self.inputs.random_state(batch + 1, state_dtype)
         self.ring = Ring.allocate(shape, device)
         self.plan = StepPlan.allocate(batch, device)
@@ -97,7 +107,7 @@ class Workload:
         self.rows = (order + 1).to(device)
         self.slots = order.flip(0).to(torch.int32).to(device)
         self.lens = torch.full((batch,), _START, dtype=torch.int64, device=device)
-        pending = torch.arange(batch, device=device) % shape.capacity if stagger else torch.zeros_like(self.lens)
+        pending = torch.arange(batch, device=device) % self.turn * accepted * int(stagger)
         set_checkpoint(self.ring, self.rows, self.lens - pending)
         if stagger:
             self.ring.u.normal_(std=0.1)
@@ -105,21 +115,26 @@ class Workload:
             self.ring.g.uniform_(-0.1, 0.0)
 
     def forward(self) -> torch.Tensor:
-        """One decode step of every request and layer; returns out [layers, B, HV, V]."""
+        """One step of every request and layer; returns out [layers, B * width, HV, V]."""
         x = self.inputs
-        self.lens.add_(1)
-        plan_step(self.ring, self.plan, self.rows, self.lens, self.slots)
+        wide = self.shape.max_width > 1
+        self.lens.add_(self.width)
+        plan_step(self.ring, self.plan, self.rows, self.lens, self.slots, widths=self.widths if wide else None)
         materialise(self.state, self.ring, self.plan.fold)
         for layer in range(self.shape.layers):
-            decode(
-                x.mixed_qkv[layer], x.a[layer], x.b[layer], x.A_log[layer], x.dt_bias[layer], self.state[layer],
-                self.ring, layer, self.slots, self.rows, self.plan.pending, x.scale, x.out[layer], self.config,
-            )  # fmt: skip
+            given = x.mixed_qkv[layer], x.a[layer], x.b[layer], x.A_log[layer], x.dt_bias[layer], self.state[layer]
+            entries = self.slots, self.rows, self.plan.pending
+            if wide:
+                verify(*given, self.ring, layer, *entries, self.starts, self.widths, x.scale, x.out[layer], self.config)
+            else:
+                decode(*given, self.ring, layer, *entries, x.scale, x.out[layer], self.config)
+        if self.accepted != self.width:
+            self.lens.sub_(self.width - self.accepted)
         return x.out
 
     def fold(self) -> torch.Tensor:
         """Fold everything; returns the states [layers, B, HV, V, K] in batch order."""
-        worklist = WorkList.allocate(self.inputs.batch, self.state.device)
+        worklist = WorkList.allocate(self.batch, self.state.device)
         plan_forced_fold(self.ring, worklist, self.rows, self.lens, self.slots, self.lens)
         materialise(self.state, self.ring, worklist)
         return self.state[:, self.slots.long()]

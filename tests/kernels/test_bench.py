@@ -11,7 +11,7 @@ import torch
 
 from replayssm_kernels import DecodeConfig, RingShape, traffic
 from replayssm_kernels.bench import __main__ as command
-from replayssm_kernels.bench import arms
+from replayssm_kernels.bench import arms, verify_arms
 from replayssm_kernels.workload import Workload
 from tests.kernels.machine import BOUNDED, DEVICE, KDA, each_gate, make_shape
 
@@ -28,6 +28,17 @@ def test_decode_smoke(which: list[str], tmp_path: Path, capsys: pytest.CaptureFi
     for r in records:
         assert r["us"] > 0 and r["error"] < 1e-3 and r["us_p10"] <= r["us"] <= r["us_p90"]
     assert "batch 3 ours" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("which", [["gdn_verify"], ["kda_verify", "--accepted", "2"]])
+def test_verify_smoke(which: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "figures.jsonl"
+    command.main([*which, "--smoke", "--no-baselines", "--configs", "16,2,4,1", "--json", str(path)])
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {(r["benchmark"], r["arm"], r["batch"]) for r in records} == {
+        (which[0], arm, batch) for arm in ("ours", "ours bv16 split2 w4 st1") for batch in (1, 3)
+    }
+    assert all(r["us"] > 0 and r["error"] < 1e-3 and (r["width"], r["capacity"]) == (3, 7) for r in records)
 
 
 def test_materialise_smoke(tmp_path: Path) -> None:
@@ -63,6 +74,40 @@ def test_every_arm_computes_the_same_function(gate: dict) -> None:
         arm = kind(shape, 3, torch.float32, DEVICE, True)
         assert not arm.forward().isnan().any()
         assert not int(arm.workload.ring.faults)
+
+
+@each_gate
+def test_every_verify_arm_computes_the_same_function(gate: dict) -> None:
+    """SGLang's verify kernels with their commits, over steps that accept part of the drafts."""
+    shape = make_shape(key_dim=32, value_dim=32, rows=4, key_dtype=torch.float16, capacity=9, max_width=4, **gate)
+    kinds, why_not = verify_arms.available_baselines(shape)
+    if not kinds or (DEVICE.type == "cpu" and "replayssm_cpu_host.interpreter" not in sys.modules):
+        pytest.skip(why_not or "SGLang's kernels need the CPU test host in the interpreter")
+    kinds = {"ours": arms.Ours, **kinds}
+    assert len(kinds) == (4 if gate["gate"] == "gdn" else 3)
+    if DEVICE.type == "cpu":
+        kinds.pop("sglang fold every commit")  # its loop counter has no `.to` in the interpreter
+    for name, kind in kinds.items():
+        error = arms.accuracy(lambda k=kind: k(Workload(shape, 2, torch.float32, DEVICE, width=4, accepted=3)), steps=4)
+        print(f"{name}: {error:.1e}")
+        assert error < 2e-3
+
+
+def test_verify_folds_at_its_rate() -> None:
+    """Three of four drafts accepted in a ring of 13: a fold in every fourth step of each request, over any turn."""
+    shape = make_shape(rows=9, capacity=13, v_heads=1, max_width=4)
+    arm = arms.Ours(Workload(shape, 8, torch.float32, DEVICE, stagger=True, width=4, accepted=3))
+    assert arm.workload.turn == 4
+    for _ in range(4):  # the fullest rings are full only now
+        arm.forward()
+    folded: list[int] = []
+    for _ in range(4):
+        arm.forward()
+        entries = arm.workload.plan.fold.to_host()
+        assert len(entries) == 2 and all(upto == 12 for *_, upto in entries)
+        folded += [row for row, *_ in entries]
+    assert sorted(folded) == list(range(1, 9))
+    assert int(arm.workload.ring.faults) == 0
 
 
 def test_folds_happen_at_the_rate_of_serving() -> None:

@@ -1,6 +1,7 @@
 """Command line of the benchmarks.
 
 python -m replayssm_kernels.bench gdn_decode --heads 16/48 --batch 1,8,32,64,128,256,512 --state fp32 --json out.jsonl
+python -m replayssm_kernels.bench gdn_verify --width 4,8 --batch 1,8,64,256 --json out.jsonl
 python -m replayssm_kernels.bench materialise --requests 1,8,32
 """
 
@@ -11,7 +12,7 @@ import argparse
 import torch
 
 from ..gates import INTERPRETED
-from ..launch_shapes import DecodeConfig
+from ..launch_shapes import DecodeConfig, VerifyConfig
 from ..ring import RingShape
 from . import decode, materialise, report
 
@@ -34,16 +35,27 @@ def configs(text: str, value_dim: int) -> tuple[DecodeConfig, ...]:
     return tuple(DecodeConfig(*c) for c in every if c[0] * c[1] <= value_dim)
 
 
+def verify_configs(text: str, value_dim: int) -> tuple[VerifyConfig, ...]:
+    """As `configs`, for verify; "all" are the shapes to sweep."""
+    if text != "all":
+        return tuple(VerifyConfig(*integers(part)) for part in text.split(";") if part)
+    tiles = [(16, 4), (32, 2), (32, 4), (64, 4), (128, 4), (128, 8)]
+    every = [(bv, split, warps, st) for bv, warps in tiles for split in (1, 2, 4) for st in (1, 2, 3)]
+    return tuple(VerifyConfig(*c) for c in every if c[0] * c[1] <= value_dim)
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m replayssm_kernels.bench", description=__doc__.splitlines()[0])
-    p.add_argument("benchmark", choices=["gdn_decode", "kda_decode", "materialise"])
-    p.add_argument("--heads", help="key heads / value heads (default 16/48; kda_decode 32/32)")
-    p.add_argument("--lower-bound", type=float, help="kda_decode: a bounded gate, for example -5")
+    p.add_argument("benchmark", choices=["gdn_decode", "kda_decode", "gdn_verify", "kda_verify", "materialise"])
+    p.add_argument("--heads", help="key heads / value heads (default 16/48; KDA 32/32)")
+    p.add_argument("--lower-bound", type=float, help="KDA: a bounded gate, for example -5")
     p.add_argument("--gate", choices=["gdn", "kda"], help="materialise: kind of records (default gdn)")
     p.add_argument("--head-dim", type=int, default=128, help="K = V (default 128)")
     p.add_argument("--batch", type=integers, default=(1, 8, 32, 64, 128, 256, 512), help="comma-separated batch sizes")
     p.add_argument("--requests", type=integers, default=(1, 8, 32), help="materialise: requests per launch")
-    p.add_argument("--capacity", type=int, default=16, help="ring capacity L (default 16)")
+    p.add_argument("--capacity", type=int, help="ring capacity (default 16; verify 32 + width)")
+    p.add_argument("--width", type=integers, default=(4, 8), help="verify: tokens per request and step (default 4,8)")
+    p.add_argument("--accepted", type=int, help="verify: how many of them are committed (default three quarters)")
     p.add_argument("--act", choices=DTYPES, default="bf16", help="activations (default bf16)")
     p.add_argument("--state", choices=DTYPES, default="fp32", help="state (default fp32)")
     p.add_argument("--u", choices=["fp32", "bf16"], default="fp32", help="u records (default fp32)")
@@ -66,17 +78,17 @@ def main(argv: list[str] | None = None) -> list[dict[str, object]]:
     device = torch.device("cpu" if INTERPRETED else "cuda")
     if args.smoke:
         args.heads, args.head_dim, args.batch, args.requests = "1/2", 32, (1, 3), (1, 2)
-        args.capacity, args.layers, args.rounds = 2, 2, 1
+        args.layers, args.rounds = 2, 1
+        args.capacity, args.width = (7, (3,)) if args.benchmark.endswith("verify") else (2, args.width)
         args.act = "fp16" if INTERPRETED else args.act
         args.programs = args.programs or (3,)
-    if args.benchmark == "kda_decode":
-        args.gate = "kda"
+    if args.benchmark.startswith(("gdn_", "kda_")):
+        args.gate = args.benchmark[:3]
     heads = args.heads or ("32/32" if args.gate == "kda" else "16/48")
     k_heads, v_heads = (int(n) for n in heads.split("/"))
     sizes = dict(
         k_heads=k_heads,
         v_heads=v_heads,
-        capacity=args.capacity,
         u_dtype=DTYPES[args.u],
         gate=args.gate or "gdn",
         lower_bound=args.lower_bound,
@@ -89,24 +101,33 @@ def main(argv: list[str] | None = None) -> list[dict[str, object]]:
             key_dim=args.head_dim,
             value_dim=args.head_dim,
             key_dtype=DTYPES[args.act],
+            capacity=args.capacity or 16,
             **sizes,
         )
         records = materialise.run(shape, args.requests, state_dtype, device, args.rounds, graph, args.programs)
     else:
-        options = decode.Options(
-            **sizes,
-            head_dim=args.head_dim,
-            batches=args.batch,
-            act_dtype=DTYPES[args.act],
-            state_dtype=state_dtype,
-            layers=args.layers,
-            rounds=args.rounds,
-            graph=graph,
-            baselines=not args.no_baselines and not INTERPRETED,
-            configs=configs(args.configs, args.head_dim),
-            device=device,
-        )
-        records = decode.run(options)
+        verify = args.benchmark.endswith("verify")
+        records = []
+        for width in args.width if verify else (1,):
+            capacity = args.capacity or (32 + width if verify else 16)
+            options = decode.Options(
+                **sizes,
+                capacity=capacity,
+                head_dim=args.head_dim,
+                batches=args.batch,
+                act_dtype=DTYPES[args.act],
+                state_dtype=state_dtype,
+                layers=args.layers,
+                rounds=args.rounds,
+                graph=graph,
+                baselines=not args.no_baselines and not INTERPRETED,
+                configs=(verify_configs if verify else configs)(args.configs, args.head_dim),
+                device=device,
+                width=width,
+                accepted=min(width, args.accepted or (3 * width + 3) // 4),
+            )
+            options.shape(1, 1).validate()
+            records += decode.run(options)
     report.write_json(args.json, records)
     return records
 

@@ -15,23 +15,23 @@ from typing import Protocol
 import torch
 
 from .. import reference
-from ..launch_shapes import DecodeConfig
+from ..launch_shapes import DecodeConfig, VerifyConfig
 from ..ring import RingShape
 from ..workload import Workload
 
 
 class Arm(Protocol):
-    """One competitor. `out` is [layers, B, HV, V]."""
+    """One competitor. `forward` returns [layers, B, HV, V], or a list of as many layers."""
 
     workload: Workload
 
-    def forward(self) -> torch.Tensor: ...
+    def forward(self) -> torch.Tensor | list[torch.Tensor]: ...
 
 
 class Ours:
-    """plan_step, the due folds, and decode per layer. Arms that differ only in `config` may share a workload."""
+    """plan_step, the due folds, decode or verify per layer. Arms that differ only in `config` may share a workload."""
 
-    def __init__(self, workload: Workload, config: DecodeConfig | None = None) -> None:
+    def __init__(self, workload: Workload, config: DecodeConfig | VerifyConfig | None = None) -> None:
         self.workload, self.config = workload, config
 
     def forward(self) -> torch.Tensor:
@@ -167,7 +167,12 @@ def accuracy(make: Callable[[], Arm], steps: int) -> float:
         w.inputs.draw()
         out = arm.forward()
         for layer in range(w.shape.layers):
-            o, exact[layer], _ = reference.step(exact[layer], w.inputs.token(layer))
-            wrong += (out[layer].double() - o).square().sum().item()
-            total += o.square().sum().item()
+            tokens = w.inputs.token(layer)
+            state = exact[layer]
+            for t in range(w.width):
+                o, state, _ = reference.step(state, reference.Token(*(part[t :: w.width] for part in tokens)))
+                wrong += (out[layer][t :: w.width].double() - o).square().sum().item()
+                total += o.square().sum().item()
+                if t + 1 == w.accepted:
+                    exact[layer] = state
     return (wrong / total) ** 0.5

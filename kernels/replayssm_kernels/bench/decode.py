@@ -1,10 +1,11 @@
-"""Decode benchmark: microseconds per layer and step, folds and cursors included.
+"""Decode and verify benchmark: microseconds per layer and step, folds and cursors included.
 
-Time of a forward = cursors + folds due in it + every layer's decode, averaged over whole turns of the ring
-(L steps), in a CUDA graph, divided by the layers. Requests stand at staggered positions, so 1 / L of the rows fold
-in every step. Pools exceed the L2 cache, and every layer reads another part of them.
+Time of a forward = cursors + folds due in it + every layer's decode or verify, averaged over whole turns of the ring
+(the steps from a request's fold to its next), in a CUDA graph, divided by the layers. Requests stand at staggered
+positions, so in every step as many rows fold as in serving. Pools exceed the L2 cache, and every layer reads another
+part of them.
 
-The byte floor is `buffered_bytes` of `..traffic`.
+The byte floor is `verify_bytes` of `..traffic` (for decode, width 1, `buffered_bytes`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ..launch_shapes import DecodeConfig
+from ..launch_shapes import DecodeConfig, VerifyConfig
 from ..ring import RingShape
-from ..traffic import buffered_bytes
+from ..traffic import verify_bytes
 from ..workload import Workload
-from . import report
+from . import arms as baseline_arms
+from . import report, verify_arms
 from .arms import Arm, Ours, accuracy, available_baselines
 from .timing import copy_bandwidth, interleaved, launcher
 
@@ -42,8 +44,14 @@ class Options:
     lower_bound: float | None
     graph: bool
     baselines: bool
-    configs: tuple[DecodeConfig, ...]
+    configs: tuple[DecodeConfig | VerifyConfig, ...]
     device: torch.device
+    width: int = 1
+    accepted: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.gate}_verify" if self.width > 1 else f"{self.gate}_decode"
 
     def shape(self, batch: int, layers: int) -> RingShape:
         return RingShape(
@@ -58,11 +66,14 @@ class Options:
             u_dtype=self.u_dtype,
             gate=self.gate,
             lower_bound=self.lower_bound,
+            max_width=self.width,
         )
 
     def layers_for(self, batch: int) -> int:
-        """48 layers as in the 27B shape; fewer at batches whose pools dwarf the cache anyway."""
-        return self.layers or (48 if batch <= 32 else 12)
+        """48 layers as in the 27B shape; fewer at batches whose pools dwarf the cache anyway, and fewer still where
+        one of the arms keeps a state per draft."""
+        many, few = (48, 12) if self.width == 1 else (24, 6)
+        return self.layers or (many if batch <= 32 else few)
 
 
 def arms(o: Options, batch: int, layers: int, stagger: bool, shared: bool) -> dict[str, Callable[[], Arm]]:
@@ -70,14 +81,24 @@ def arms(o: Options, batch: int, layers: int, stagger: bool, shared: bool) -> di
     shape = o.shape(batch, layers)
 
     def workload() -> Workload:
-        return Workload(shape, batch, o.state_dtype, o.device, stagger=stagger)
+        kind = dict(stagger=stagger, width=o.width, accepted=o.accepted)
+        return Workload(shape, batch, o.state_dtype, o.device, **kind)
+
+    def verify_baseline(kind: verify_arms.Baseline) -> Arm:
+        arm = kind(workload())
+        if stagger and isinstance(arm, verify_arms.InTreeRing):
+            arm.stagger()
+        return arm
 
     ours = functools.cache(workload) if shared else workload
     made: dict[str, Callable[[], Arm]] = {"ours": lambda: Ours(ours())}
     for config in o.configs:
         name = f"ours bv{config.block_v} split{config.split} w{config.warps} st{config.stages}"
         made[name] = lambda c=config: Ours(ours(), c)
-    if o.baselines:
+    if o.baselines and o.width > 1:
+        for name, kind in verify_arms.available_baselines(shape)[0].items():
+            made[name] = lambda k=kind: verify_baseline(k)
+    elif o.baselines:
         for name, kind in available_baselines(shape)[0].items():
             made[name] = lambda k=kind: k(shape, batch, o.state_dtype, o.device, stagger)
     return made
@@ -89,10 +110,12 @@ def run(o: Options) -> list[dict[str, object]]:
     copy = copy_bandwidth(o.device)
     print(f"{device}; copy {copy / 1e9:.0f} GB/s; {o.k_heads}/{o.v_heads} heads of {o.head_dim}, L = {o.capacity},")
     print(f"activations {o.act_dtype}, state {o.state_dtype}, u {o.u_dtype}; microseconds per layer and step")
-    if o.baselines and (why := available_baselines(o.shape(1, 1))[1]):
+    if o.width > 1:
+        print(f"{o.width} tokens per request and step, {o.accepted} of them accepted")
+    if o.baselines and (why := (verify_arms if o.width > 1 else baseline_arms).available_baselines(o.shape(1, 1))[1]):
         print(why)
     errors = {
-        name: accuracy(make, 2 * o.capacity + 2)
+        name: accuracy(make, 2 * ((o.capacity - o.width) // o.accepted + 1) + 2)
         for name, make in arms(o, batch=2, layers=1, stagger=False, shared=False).items()
     }
     records = []
@@ -110,15 +133,16 @@ def _run_batch(
     made = {name: make() for name, make in arms(o, batch, layers, stagger=True, shared=True).items()}
     # `made` must outlive the timing: a captured graph does not keep the tensors it reads alive.
     runs = {name: launcher(arm.forward, o.device, o.graph) for name, arm in made.items()}
-    turns = 1 if o.device.type == "cpu" else max(1, 64 // (o.capacity * max(1, batch // 32)))
-    times = interleaved(runs, o.rounds, turns * o.capacity, o.device)  # whole turns of the ring
-    floor = buffered_bytes(shape, batch, o.state_dtype.itemsize)
+    turn = made["ours"].workload.turn
+    turns = 1 if o.device.type == "cpu" else max(1, 64 // (turn * max(1, batch // 32)))
+    times = interleaved(runs, o.rounds, turns * turn, o.device)  # whole turns of the ring
+    floor = verify_bytes(shape, batch, o.state_dtype.itemsize, o.width, o.accepted)
     records = []
     for name, spread in times.items():
         us = spread.divided(layers)
         records.append(
             {
-                "benchmark": f"{o.gate}_decode",
+                "benchmark": o.name,
                 "lower_bound": o.lower_bound,
                 "arm": name,
                 "batch": batch,
@@ -132,6 +156,8 @@ def _run_batch(
                 "heads": f"{o.k_heads}/{o.v_heads}",
                 "head_dim": o.head_dim,
                 "capacity": o.capacity,
+                "width": o.width,
+                "accepted": o.accepted,
                 "act": str(o.act_dtype),
                 "state": str(o.state_dtype),
                 "u": str(o.u_dtype),

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from replayssm_kernels import DecodeConfig, decode, materialise, plan_step, reference
-from replayssm_kernels.bench.__main__ import configs
+from replayssm_kernels.bench.__main__ import configs, verify_configs
+from replayssm_kernels.bench.timing import launcher
 from replayssm_kernels.workload import Workload
 from tests.kernels.machine import BOUNDED, DEVICE, GDN, KDA, PADDING, Machine, each_gate, make_shape
 
@@ -146,6 +147,54 @@ def test_every_launch_shape_of_the_tuner_is_right(gate: dict) -> None:
             out = w.forward()
             o, exact[0], _ = reference.step(exact[0], w.inputs.token(0))
             assert reference.relative_error(out[0], o) <= 1e-5, DecodeConfig(*config)
+
+
+def drafts_error(w: Workload, exact: list[torch.Tensor], out: torch.Tensor) -> float:
+    """Largest relative error of a verify step's outputs per layer; `exact` moves on by the accepted drafts."""
+    worst = 0.0
+    for layer in range(w.shape.layers):
+        tokens, state, outs = w.inputs.token(layer), exact[layer], []
+        for t in range(w.width):
+            o, state, _ = reference.step(state, reference.Token(*(part[t :: w.width] for part in tokens)))
+            outs.append(o)
+            if t + 1 == w.accepted:
+                exact[layer] = state
+        worst = max(worst, reference.relative_error(out[layer], torch.stack(outs, 1).flatten(0, 1)))
+    return worst
+
+
+@pytest.mark.parametrize("width", [4, 8, 16])
+@pytest.mark.parametrize("gate", [GDN, KDA, BOUNDED], ids=["gdn", "kda", "bounded"])
+def test_every_verify_shape_of_the_tuner_is_right(gate: dict, width: int) -> None:
+    """Over folds, with states and records in fp32, whatever the launch shape; raw and scaled keys."""
+    capacity = 2 * width if gate is BOUNDED else 32 + width
+    for config in verify_configs("all", 128):
+        shape = make_shape(rows=4, **{**SERVED, "capacity": capacity}, max_width=width, **gate)
+        w = Workload(
+            shape, 3, torch.float32, DEVICE, out_dtype=torch.float32, config=config, width=width, accepted=width - 1
+        )
+        exact = w.states()
+        for _ in range(w.turn + 2):
+            w.inputs.draw()
+            assert drafts_error(w, exact, w.forward()) <= 1e-5, config
+        assert w.ring.faults == 0
+
+
+@pytest.mark.parametrize("state_dtype,bound", [(torch.float32, 1e-5), (torch.bfloat16, 6e-3)])
+@each_gate
+def test_a_captured_verify_replays_exactly(gate: dict, state_dtype: torch.dtype, bound: float) -> None:
+    """One CUDA graph: cursors, folds and verify over many steps, then the folded states."""
+    shape = make_shape(layers=2, rows=6, **{**SERVED, "capacity": 12}, max_width=4, **gate)
+    w = Workload(shape, 5, state_dtype, DEVICE, out_dtype=torch.float32, width=4, accepted=3)
+    run = launcher(w.forward, DEVICE, graph=True)
+    exact = [layer.double() for layer in w.fold()]
+    for _ in range(11):
+        w.inputs.draw()
+        run()
+        assert drafts_error(w, exact, w.inputs.out) <= bound
+    for layer, state in enumerate(w.fold()):
+        assert reference.relative_error(state, exact[layer]) <= bound
+    assert w.ring.faults == 0
 
 
 def test_a_batch_of_4096() -> None:

@@ -210,7 +210,7 @@ def test_poison_stays_in_its_request(where: str, gate: dict) -> None:
         for _ in range(3):
             x = m.inputs(9)[0]
             if where != "state":
-                getattr(x, where)[4, 1] = value
+                getattr(x, where)[4, 17 if where == "mixed_qkv" else 0] = value  # a key, a gate
             m.launch_plan([1, 2, 3], [m.length(r) + 3 for r in (1, 2, 3)], widths=[3, 3, 3])
             outs.append(m.launch_verify(0, [1, 2, 3], [3, 3, 3], [0, 3, 6, 9], x))
             for request in (1, 2, 3):

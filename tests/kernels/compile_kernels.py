@@ -84,7 +84,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]
             constants,
             c.warps,
         )
-    served = itertools.product((GDN, KDA, SCALED), (128,), ("bf16",), ("fp32", "bf16"), (4, 8))
+    served = itertools.product((GDN, KDA, SCALED), (128,), ("bf16",), ("fp32", "bf16"), (8,))
     corners = ((GDN, 128, "fp16", "fp32", 8), (GDN, 128, "bf16", "fp32", 16), (KDA, 128, "bf16", "fp32", 16))
     corners += ((GDN, 256, "bf16", "fp32", 4), (KDA, 256, "bf16", "fp32", 4), (KDA, 64, "fp32", "fp32", 4))
     for gate, dim, key, state, width in (*served, *corners):

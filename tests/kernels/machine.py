@@ -197,7 +197,7 @@ class Machine:
         starts = [0]
         for w in widths:
             starts.append(starts[-1] + min(w + spare, self.shape.max_width))
-        x = inputs or self.inputs(starts[-1])
+        x = inputs or self.inputs(max(1, starts[-1]))
         self.launch_plan(
             requests, [self.length(r) + w if w else 0 for r, w in zip(requests, live, strict=True)], widths=live
         )

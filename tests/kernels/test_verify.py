@@ -305,11 +305,11 @@ def test_tiles_and_programs_per_head(config: tuple[int, int]) -> None:
 steps = st.lists(
     st.tuples(st.sampled_from(["verify", "verify", "verify", "step", "fold", "new"]), st.integers(0, 2**20)),
     min_size=4,
-    max_size=12,
+    max_size=9,
 )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     width=st.integers(2, 6),
     room=st.integers(0, 5),

@@ -155,6 +155,10 @@ def refusals(view: Any, architectures: list[str], gate: str | None) -> list[str]
             f"{FLAG} brings its own decode kernel in the place of the triton one; the linear-attention decode "
             f"backend is {decode!r}. Use --linear-attn-decode-backend triton."
         )
+    if gate == "kda" and view.tp_size > 1:
+        found.append(
+            f"{FLAG} is not proven with Kimi Delta Attention on several ranks yet: use --tp-size 1, or drop {FLAG}."
+        )
     for field, test, what, change in _REFUSALS:
         value = getattr(view, field)
         if value is not None and test(value):

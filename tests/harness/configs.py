@@ -133,6 +133,4 @@ CONFIGS |= {
     "tp-on": Config("qwen3-next-tp", (*REPLAY, *TWO_RANKS, *TRACK_64), {**CORES, **PLAIN_CACHE}, plugin=True),
     "tp-on-one-rank": Config("qwen3-next-tp", (*REPLAY, *TRACK_64), PLAIN_CACHE, plugin=True),
     "tp-boundaries": Config("qwen3-next-tp", (*REPLAY, *TWO_RANKS), {**CORES, **BOUNDARIES}, plugin=True),
-    "kimi-tp-off": _kda("kimi-linear", *TWO_RANKS, *CHUNKS, plugin=False, **CORES),
-    "kimi-tp-on": Config("kimi-linear", (*LATENT, *REPLAY, *TWO_RANKS, *CHUNKS), {**CORES, **PLAIN_CACHE}, plugin=True),
 }

@@ -34,23 +34,13 @@ def off(server_pool: ServerPool, oracle: str) -> list[Exchange]:
     return recorded(server_pool, oracle, decoded)
 
 
-def as_plain(off: list[Exchange], server: Server) -> None:
+@on("tp-on")
+@pytest.mark.parametrize("oracle", ["tp-off"])
+def test_two_ranks_answer_as_plain_sglang_does(off: list[Exchange], server: Server, oracle: str) -> None:
     answers = decoded(server)
     same_answers(off, answers, ON_OFF)
     assert [exchange.hit for exchange in answers] == [exchange.hit for exchange in off]
     follow_transformers(server, answers)
-
-
-@on("tp-on")
-@pytest.mark.parametrize("oracle", ["tp-off"])
-def test_two_ranks_answer_as_plain_sglang_does(off: list[Exchange], server: Server, oracle: str) -> None:
-    as_plain(off, server)
-
-
-@on("kimi-tp-on")
-@pytest.mark.parametrize("oracle", ["kimi-tp-off"])
-def test_two_ranks_with_kimi_delta_attention(off: list[Exchange], server: Server, oracle: str) -> None:
-    as_plain(off, server)
 
 
 @on("tp-on-one-rank")

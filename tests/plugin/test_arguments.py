@@ -268,3 +268,12 @@ def test_refusals_of_a_supported_view_are_empty() -> None:
     assert reasons(view, ["Qwen3NextForCausalLM"], "gdn") == []
     assert len(reasons(view, ["Qwen3NextForCausalLM"], None)) == 1
     assert len(reasons(view, ["SomeOtherForCausalLM"], "gdn")) == 1
+
+
+def test_several_ranks_are_for_gated_deltanet_only() -> None:
+    """Two ranks are proven with Gated DeltaNet; with Kimi Delta Attention they are refused in a sentence."""
+    view = launch.parse("--tp-size", "2", "--enable-linear-replayssm")
+    architectures = [arguments.ARCHITECTURES[gate][0] for gate in ("gdn", "kda")]
+    assert not [reason for reason in arguments.refusals(view, architectures[:1], "gdn") if "--tp-size" in reason]
+    (reason,) = [reason for reason in arguments.refusals(view, architectures[1:], "kda") if "--tp-size" in reason]
+    assert "use --tp-size 1" in reason

@@ -39,7 +39,19 @@ ARCHITECTURES = {
 _REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("enable_linear_replayssm_spec", bool, "ring spec-verify", "drop --enable-linear-replayssm-spec"),
     ("speculative_algorithm", bool, "speculative decoding", "drop --speculative-algorithm"),
-    ("enable_hierarchical_cache", bool, "the hierarchical cache", "drop --enable-hierarchical-cache"),
+    (
+        "hicache_host_memory_mode",
+        lambda v: v != "cache",
+        "a host tier that only buffers for storage",
+        "use --hicache-host-memory-mode cache",
+    ),
+    (
+        "hicache_write_policy",
+        lambda v: v != "write_through",
+        "a host tier that is not written through",
+        "use --hicache-write-policy write_through",
+    ),
+    ("hicache_storage_backend", bool, "HiCache's storage tier", "drop --hicache-storage-backend"),
     ("enable_lmcache", bool, "LMCache", "drop --enable-lmcache"),
     ("enable_flexkv", bool, "FlexKV", "drop --enable-flexkv"),
     (
@@ -96,6 +108,7 @@ FIELDS = (
         "disable_radix_cache",
     ),
     *("mamba_radix_cache_strategy", "disable_overlap_schedule", "page_size", "mamba_ssm_dtype"),
+    "enable_hierarchical_cache",
     *(field for field, *_ in _REFUSALS),
 )
 
@@ -163,6 +176,17 @@ def refusals(view: Any, architectures: list[str], gate: str | None) -> list[str]
         value = getattr(view, field)
         if value is not None and test(value):
             found.append(f"{FLAG} is not proven with {what} yet: {change}, or drop {FLAG}.")
+    if view.enable_hierarchical_cache:
+        for applies, what in (
+            (gate == "kda", "Kimi Delta Attention"),
+            (view.tp_size > 1, "several ranks"),
+            (view.mamba_radix_cache_strategy in ("no_buffer", "extra_buffer_lazy"), view.mamba_radix_cache_strategy),
+        ):
+            if applies:
+                found.append(
+                    f"{FLAG} is not proven with the hierarchical cache and {what} yet: drop "
+                    f"--enable-hierarchical-cache, or drop {FLAG}."
+                )
     found.extend(_device_refusals(view.device))
     for setting in (u_dtype_name, policy_from_environment):
         try:

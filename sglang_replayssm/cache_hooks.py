@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_replayssm.prefix_states import states_of
-from sglang_replayssm.request_ring import ring_of
+from sglang_replayssm.request_ring import ATTRIBUTE, ring_of
 
 Original = Callable[..., Any]
 
@@ -94,3 +94,31 @@ def cleanup_after_caching_req(
         if is_finished:
             states.drop(req, component.cache)
     return original(component, req, is_finished, insert_result=insert_result, insert_params=insert_params)
+
+
+# -- host tier --------------------------------------------------------------------------------------------------------
+
+
+def init_hicache(original: Original, cache: Any, *args: Any, **kwargs: Any) -> Any:
+    """UnifiedRadixCache.init_hicache: the controller of the host tier's copies learns of the ring."""
+    result = original(cache, *args, **kwargs)
+    ring = ring_of(cache.req_to_token_pool)
+    if ring is not None:
+        setattr(cache.cache_controller, ATTRIBUTE, ring)
+    return result
+
+
+def start_writing(original: Original, controller: Any) -> Any:
+    """HiCacheController.start_writing: a slot that goes to the host is folded first; SGLang's fence covers the fold."""
+    ring = ring_of(controller)
+    if ring is not None and controller.write_queue:
+        ring.fold_leaving_on(controller.write_fence_stream)
+    return original(controller)
+
+
+def start_loading(original: Original, controller: Any) -> Any:
+    """HiCacheController.start_loading: no fold of a slot's past comes after what is loaded into it."""
+    ring = ring_of(controller)
+    if ring is not None and controller.load_queue:
+        ring.fold_leaving_on(controller.load_fence_stream)
+    return original(controller)

@@ -332,8 +332,9 @@ class PrefixStates:
 
     def matched(self, params: Any, result: Any) -> None:
         """After a match for a request: the state it starts from is proven."""
-        if params.req is not None and params.cow_mamba and result.device_prefix_len:
-            self.ledger.used(result.best_match_node, lambda: params.key[: result.device_prefix_len])
+        length = result.device_prefix_len + result.host_hit_length
+        if params.req is not None and params.cow_mamba and length:
+            self.ledger.used(result.best_match_node, lambda: params.key[:length])
 
     def before_eviction(self, cache: Any, states: int) -> None:
         """Before SGLang evicts states, oldest first: spare the proven ones, see `StateLedger.spare`."""

@@ -94,7 +94,6 @@ class RequestRing:
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             self._agreement = Agreement(self.ring.checkpoint)
         self._leaving: list[tuple[int, torch.Tensor, int]] = []
-        self._left: list[torch.Tensor] = []
         logger.info(
             "ReplaySSM: buffered decode on, ring of %d records x %d request rows x %d layers = %.2f GiB (u in %s).",
             shape.capacity,
@@ -231,17 +230,38 @@ class RequestRing:
         """As `fold_row`, but on the forward stream, at the start of whatever forward comes next.
 
         For a slot that leaves while a step of its request may still be in flight on that stream. Who takes the slot
-        reads it in a forward, and the row's next owner runs in one: both come after.
+        reads it in a forward, and the row's next owner runs in one: both come after. Who does not wait for a forward
+        calls `fold_leaving_on` first.
         """
         self.decided("leaves", row, committed)
         self._leaving.append((row, slot.reshape(1), committed))
+
+    def fold_leaving_on(self, stream: torch.cuda.Stream | None) -> None:
+        """Launch the folds of slots that have left now, on the forward stream, instead of before the next forward.
+
+        For copies between slots and the host: they wait for what the forward stream has been given so far. A copy
+        from a slot that has left needs its fold; and a copy into such a slot, evicted and given out again, must not
+        be followed by one.
+
+        Args:
+            stream: the forward stream; None where forwards run on the current one.
+        """
+        if not self._leaving:
+            return
+        if stream is None or not self._pinned:
+            self._fold_leaving()
+            return
+        stream.wait_stream(torch.cuda.current_stream())  # the slots' ids were written there
+        with torch.cuda.stream(stream):
+            self._fold_leaving()
 
     def _fold_leaving(self) -> None:
         if not self._leaving:
             return
         rows, slots, lens = zip(*self._leaving, strict=True)
-        # The allocator of the stream that made these must not hand their memory on before this stream has read it.
-        self._left = list(slots)
+        if self._pinned:  # the stream that made these must not hand their memory on before this one has read it
+            for slot in slots:
+                slot.record_stream(torch.cuda.current_stream())
         self._leaving = []
         row_ids = self._to_device(torch.tensor(rows))
         counts = self._to_device(torch.tensor(lens))

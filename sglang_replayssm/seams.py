@@ -23,6 +23,7 @@ TESTED_SGLANG = ("0.5.23",)
 _S = "sglang.srt."
 _POOL = _S + "mem_cache.memory_pool."
 _CACHE = _S + "mem_cache.unified_radix_cache.UnifiedRadixCache."
+_CONTROLLER = _S + "managers.cache_controller.HiCacheController."
 _BASE_CACHE = _S + "mem_cache.base_prefix_cache."
 _FLA_INDEX = "sglang.kernels.ops.attention.fla.index."
 _CONFIGURATOR = _S + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
@@ -244,11 +245,20 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "node_id", "component_type"),
     ),
     Seam(_S + "mem_cache.unified_cache.component_type.ComponentType", "read", fields=("MAMBA",)),
+    # Host tier
+    Seam(_CACHE + "init_hicache", "override", ("self", "server_args", "params")),
+    Seam(_CONTROLLER + "start_writing", "override", ("self",)),
+    Seam(_CONTROLLER + "start_loading", "override", ("self",)),
+    Seam(
+        _CONTROLLER.rstrip("."),
+        "read",
+        fields=("write_queue", "load_queue", "write_fence_stream", "load_fence_stream"),
+    ),
     Seam(_BASE_CACHE + "EvictParams", "read", fields=("num_tokens", "mamba_num")),
     Seam(_BASE_CACHE + "InsertParams", "read", fields=("key", "mamba_value", "mamba_keep_idx")),
     Seam(_BASE_CACHE + "InsertResult", "read", fields=("last_device_node", "mamba_exist")),
     Seam(_BASE_CACHE + "MatchPrefixParams", "read", fields=("key", "req", "cow_mamba")),
-    Seam(_BASE_CACHE + "MatchResult", "read", fields=("device_prefix_len", "best_match_node")),
+    Seam(_BASE_CACHE + "MatchResult", "read", fields=("device_prefix_len", "host_hit_length", "best_match_node")),
     Seam(_S + "mem_cache.allocator.mamba.MambaSlotAllocator", "read", fields=("size",)),
     Seam(_S + "mem_cache.allocator.mamba.MambaSlotAllocator.available_size", "call", ("self",)),
     Seam(_S + "mem_cache.allocator.mamba.MambaSlotAllocator.alloc", "call", ("self", "need_size")),

@@ -92,6 +92,20 @@ CONFIGS |= {
     "boundaries-lazy": _deep(*LAZY, **BOUNDARIES),
 }
 
+# The host tier (HiCache): device pools so small that five documents push the first one out, to the host.
+HOST = (
+    *("--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
+    *("--hicache-ratio", "3", "--enable-cache-report", *TRACK_64),
+    *("--max-total-tokens", "1024", "--max-mamba-cache-size", "12", "--max-running-requests", "2"),
+)
+THROUGH = (*HOST, "--hicache-write-policy", "write_through")
+
+CONFIGS |= {
+    "host-off": _deep(*THROUGH, plugin=False),
+    "host-on": _deep(*THROUGH),
+    "host-on-boundaries": _deep(*THROUGH, **BOUNDARIES),
+}
+
 # Kimi Delta Attention, likewise. Latent attention runs on the triton backend only; chunks of 128 make a prompt of 150
 # tokens a chunked prefill.
 LATENT = ("--attention-backend", "triton")

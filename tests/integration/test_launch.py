@@ -47,10 +47,8 @@ def test_kill_switch_gives_sglangs_own_refusal() -> None:
 
 
 def test_refused_configuration_ends_with_one_sentence() -> None:
-    log = refused(Server(tiny.build("qwen3-next"), [*REPLAY, "--enable-hierarchical-cache"], plugin=True))
-    sentence = (
-        "--enable-linear-replayssm is not proven with the hierarchical cache yet: drop --enable-hierarchical-cache"
-    )
+    log = refused(Server(tiny.build("qwen3-next"), [*REPLAY, "--enable-lmcache"], plugin=True))
+    sentence = "--enable-linear-replayssm is not proven with LMCache yet: drop --enable-lmcache"
     assert log.strip().splitlines()[-1].count(sentence) == 1
     assert log.count(sentence) == 1
 

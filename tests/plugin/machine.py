@@ -345,6 +345,20 @@ class Machine:
         self.pool.free(request)
         return snapshot
 
+    def leave(self, request: Request) -> Snapshot:
+        """The request ends and its slot becomes the cache's (extra_buffer); nothing is launched, a fold is due."""
+        self.ring.fold_before_next_forward(request.row, request.kv.mamba_pool_idx, request.length)
+        self.running.remove(request)
+        snapshot = Snapshot(request.kv.mamba_pool_idx.reshape(1).clone(), request.states, request.length)
+        request.kv.mamba_pool_idx = None
+        self.pool.free(request)
+        return snapshot
+
+    def controller(self, **fields: Any) -> SimpleNamespace:
+        """HiCache's controller as far as the plugin's hooks look at it; forwards run on the current stream."""
+        usual = {"write_queue": [], "load_queue": [], "write_fence_stream": None, "load_fence_stream": None}
+        return SimpleNamespace(**{ATTRIBUTE: self.ring}, **(usual | fields))
+
     def drop(self, snapshot: Snapshot) -> None:
         """Evict a cached slot."""
         self.pool.mamba_allocator.free(snapshot.slot)

@@ -17,7 +17,19 @@ from tests.plugin import launch
 REFUSED = {
     "enable_linear_replayssm_spec": ("--enable-linear-replayssm-spec", "drop --enable-linear-replayssm-spec"),
     "speculative_algorithm": ("--speculative-algorithm NEXTN", "drop --speculative-algorithm"),
-    "enable_hierarchical_cache": ("--enable-hierarchical-cache", "drop --enable-hierarchical-cache"),
+    "hicache_host_memory_mode": (
+        "--enable-hierarchical-cache --hicache-host-memory-mode buffer_only --hicache-storage-backend file "
+        "--hicache-ratio 2",
+        "use --hicache-host-memory-mode cache",
+    ),
+    "hicache_write_policy": (
+        "--enable-hierarchical-cache --hicache-write-policy write_back",
+        "use --hicache-write-policy write_through",
+    ),
+    "hicache_storage_backend": (
+        "--enable-hierarchical-cache --hicache-storage-backend file",
+        "drop --hicache-storage-backend",
+    ),
     "enable_lmcache": ("--enable-lmcache", "drop --enable-lmcache"),
     "enable_flexkv": ("--enable-flexkv", "drop --enable-flexkv"),
     "enable_unified_cache_external_linker": (
@@ -68,6 +80,14 @@ ALSO_REFUSED = {
     "capacity 0": ("--linear-replayssm-cache-len 0", "--linear-replayssm-cache-len must be 1 to 64, got 0"),
     "capacity 65": ("--linear-replayssm-cache-len 65", "--linear-replayssm-cache-len must be 1 to 64, got 65"),
     "capacity -3": ("--linear-replayssm-cache-len -3", "--linear-replayssm-cache-len must be 1 to 64, got -3"),
+    "host tier on two ranks": (
+        "--enable-hierarchical-cache --tp-size 2",
+        "cache and several ranks yet: drop --enable-h",
+    ),
+    "host tier of request-end states": (
+        "--enable-hierarchical-cache --mamba-radix-cache-strategy no_buffer --disable-overlap-schedule",
+        "cache and no_buffer yet: drop --enable-hierarchical-cache",
+    ),
     "another device": ("--device xpu", "needs an NVIDIA GPU"),
 }
 BLACKWELL = SimpleNamespace(is_sm100=True, is_cuda=True, has_flashinfer=False)
@@ -77,6 +97,7 @@ ACCEPTED = (
     "--linear-replayssm-cache-len 64",
     "--mamba-radix-cache-strategy no_buffer --disable-overlap-schedule",
     "--mamba-radix-cache-strategy extra_buffer",
+    "--enable-hierarchical-cache",
     "--mamba-radix-cache-strategy extra_buffer_lazy",
     "--disable-radix-cache",
     "--disable-overlap-schedule",
@@ -102,6 +123,11 @@ def test_refused_with_what_to_change(argv: str, change: str, monkeypatch: pytest
     assert change in message
     assert message.startswith("--") and message.endswith(".")
     assert arguments.REQUIRED_ENV not in arguments.os.environ
+
+
+def test_the_host_tier_is_refused_for_kda() -> None:
+    with pytest.raises(ValueError, match="Kimi Delta Attention yet: drop --enable-hierarchical-cache"):
+        launch.resolve(FLAG, "--enable-hierarchical-cache", "--attention-backend", "triton", model="kimi-linear")
 
 
 def test_all_reasons_come_at_once() -> None:

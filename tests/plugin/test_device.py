@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from replayssm_kernels.cursors import Counters
-from sglang_replayssm import metrics
+from sglang_replayssm import cache_hooks, metrics
 from sglang_replayssm.request_ring import RequestRing
 from tests.plugin import launch
 from tests.plugin.machine import Machine, Sizes, ring_shape
@@ -189,6 +189,53 @@ def test_claiming_and_folding_rows_never_waits_either() -> None:
     with no_host_sync():
         steps.ring.before_forward(batch)
         steps.ring.fold_row(1, slot, START[0])
+
+
+def test_copies_to_and_from_the_host_are_ordered_with_the_folds() -> None:
+    """DESIGN invariant 9: forwards on a stream of their own, which is busy; copies on others, behind SGLang's fence."""
+    steps = Steps()
+    m, ring = steps.machine, steps.ring
+    steps.layers()  # compiles
+    m.pool.req_generation[1:4] += 1
+    ring.before_forward(m.batch("EXTEND", [1, 2, 3], START, extend_prefix_lens=m.ints([0] * LIVE)))
+    ring.state[:, 4:7].normal_()
+    steps.seq_lens.copy_(m.ints([*START, 1]))
+    forward, copy = torch.cuda.Stream(), torch.cuda.Stream()
+    forward.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(forward):
+        torch.cuda._sleep(200_000_000)  # about a tenth of a second: everything below is launched meanwhile
+        for _ in range(3):
+            steps.next(m.tokens(PADDED))
+            steps.layers()
+    host = torch.zeros_like(ring.state[:, 4], device="cpu").pin_memory()
+    loaded = torch.full_like(ring.state[:, 5], 0.25)
+    copy.wait_stream(torch.cuda.current_stream())
+
+    def write(controller: SimpleNamespace) -> None:
+        copy.wait_stream(controller.write_fence_stream)
+        with torch.cuda.stream(copy):
+            host.copy_(ring.state[:, 4], non_blocking=True)
+
+    def load(controller: SimpleNamespace) -> int:
+        copy.wait_stream(controller.load_fence_stream)
+        with torch.cuda.stream(copy):
+            ring.state[:, 5] = loaded
+        return 0
+
+    fences = {"write_fence_stream": forward, "load_fence_stream": forward}
+    controller = m.controller(write_queue=[1], load_queue=[1], **fences)
+    ring.fold_before_next_forward(1, m.ints([4])[0], START[0] + 3)
+    cache_hooks.start_writing(write, controller)
+    ring.fold_before_next_forward(2, m.ints([5])[0], START[1] + 3)
+    cache_hooks.start_loading(load, controller)
+    assert not forward.query(), "the forward stream was to be busy all the while"
+    with torch.cuda.stream(forward):
+        ring.before_forward(m.batch("IDLE", [], []))
+    torch.cuda.synchronize()
+    assert torch.equal(host, ring.state[:, 4].cpu()), "the slot went to the host before its fold"
+    assert torch.equal(ring.state[:, 5], loaded), "a fold came after what was loaded"
+    assert int(ring.ring.checkpoint[1]) == START[0] + 3
+    assert int(ring.ring.faults) == 0
 
 
 def test_a_ring_without_memory_says_what_to_lower() -> None:

@@ -112,9 +112,9 @@ def test_the_state_dtype_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_refused_launch_is_a_failure_that_says_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tiny.build("qwen3-next-deep"))
-    assert check.main(["--explain", folder, "--device", "cpu", "--enable-hierarchical-cache", "--enable-mis"]) == 1
+    assert check.main(["--explain", folder, "--device", "cpu", "--enable-two-batch-overlap", "--enable-mis"]) == 1
     text = capsys.readouterr().out
-    assert text.count("FAIL") == 2 and "drop --enable-mis" in text and "drop --enable-hierarchical-cache" in text
+    assert text.count("FAIL") == 2 and "drop --enable-mis" in text and "drop --enable-two-batch-overlap" in text
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from sglang_replayssm.cache_hooks import start_loading, start_writing
 from tests.plugin import launch
 from tests.plugin.machine import Machine, Request, Sizes
 
@@ -14,13 +16,7 @@ def published(isolated: None) -> None:
 
 
 def leave(m: Machine, request: Request) -> int:
-    """The request ends and its slot becomes the cache's; nothing is launched."""
-    slot = request.slot
-    m.ring.fold_before_next_forward(request.row, request.kv.mamba_pool_idx, request.length)
-    m.running.remove(request)
-    request.kv.mamba_pool_idx = None
-    m.pool.free(request)
-    return slot
+    return int(m.leave(request).slot)
 
 
 @pytest.mark.parametrize("pending", [0, 1, 2, 3])
@@ -61,3 +57,49 @@ def test_several_leave_between_two_forwards_and_one_at_idle() -> None:
     for slot, request in zip(slots, requests, strict=True):
         m.expect_slot(slot, request.states, "a slot that left")
     assert not int(m.ring.ring.faults)
+
+
+def test_a_copy_to_the_host_reads_the_folded_slot() -> None:
+    """A write-through starts right after the insert, before any forward."""
+    m = Machine(Sizes(capacity=3))
+    request = m.begin(prompt=4)
+    m.decode([request])
+    m.decode([request])
+    slot = leave(m, request)
+    copies: list[torch.Tensor] = []
+    start_writing(lambda c: copies.append(m.ring.state[:, slot].clone()), m.controller(write_queue=[object()]))
+    m.ring.state[:, slot] = copies[0]
+    m.expect_slot(slot, request.states, "what went to the host")
+    m.forward(m.batch("IDLE", [], []))
+    m.expect_slot(slot, request.states, "the slot after the next forward: folded once, not twice")
+
+
+def test_no_fold_comes_after_what_is_loaded_into_the_slot() -> None:
+    """The slot that left is evicted and given to a load from the host before any forward."""
+    m = Machine(Sizes(capacity=3))
+    request = m.begin(prompt=4)
+    m.decode([request])
+    slot = leave(m, request)
+    loaded = torch.full_like(m.ring.state[:, slot], 0.25)
+
+    def load(_: object) -> int:
+        m.ring.state[:, slot] = loaded
+        return 7
+
+    assert start_loading(load, m.controller(load_queue=[object()])) == 7
+    m.begin(prompt=2)
+    assert torch.equal(m.ring.state[:, slot], loaded)
+    assert not int(m.ring.ring.faults)
+
+
+def test_nothing_to_copy_launches_nothing() -> None:
+    m = Machine(Sizes(capacity=3))
+    request = m.begin(prompt=4)
+    m.decode([request])
+    slot = leave(m, request)
+    before = m.ring.state[:, slot].clone()
+    start_writing(lambda c: None, m.controller())
+    start_loading(lambda c: -1, m.controller())
+    assert torch.equal(m.ring.state[:, slot], before)
+    m.forward(m.batch("IDLE", [], []))
+    m.expect_slot(slot, request.states, "the slot after the next forward")

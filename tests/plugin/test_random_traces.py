@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from sglang_replayssm.cache_hooks import start_loading, start_writing
 from tests.plugin import launch
 from tests.plugin.machine import Machine, Request, Sizes, Snapshot
 
@@ -24,7 +26,10 @@ STEPS = {
     "admit": 3,
     "admit_a_prefix_hit": 3,
     "finish_and_donate": 2,
+    "finish_and_leave": 3,
     "finish_with_a_step_too_many": 2,
+    "back_up": 3,
+    "load_back": 3,
     "abort_or_retract": 1,
     "reuse_at_once": 3,
     "evict": 1,
@@ -40,6 +45,8 @@ class Traces(RuleBasedStateMachine):
         launch.publish_flag()
         self.machine = Machine(Sizes(rows=ROWS, slots=SLOTS, capacity=capacity), seed)
         self.cached: list[Snapshot] = []
+        self.leaving: list[Snapshot] = []  # the cache's, but folded before the next forward or copy only
+        self.host: list[tuple[torch.Tensor, Snapshot]] = []
         self.sources: dict[Request, Snapshot] = {}  # prefixes of requests that have not run yet: not to be evicted
         for prompt in (2, 5):
             self.machine.begin(prompt)
@@ -56,6 +63,7 @@ class Traces(RuleBasedStateMachine):
     @invariant()
     def everything_is_exact(self) -> None:
         if hasattr(self, "machine"):
+            self.settle()
             self.machine.check(self.cached)
 
     # -- drawing ------------------------------------------------------------------------------------------------------
@@ -75,6 +83,12 @@ class Traces(RuleBasedStateMachine):
         order = self.data.draw(st.permutations(range(len(requests))))
         return [requests[i] for i in order[: self.number(1, len(requests))]]
 
+    def settle(self) -> None:
+        """What left is exact once its fold was launched."""
+        if not self.machine.ring._leaving:
+            self.cached += self.leaving
+            self.leaving = []
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def admit(self, prefix: Snapshot | None = None) -> None:
@@ -83,7 +97,8 @@ class Traces(RuleBasedStateMachine):
             self.sources[request] = prefix
 
     def admit_a_prefix_hit(self) -> None:
-        self.admit(self.one_of(self.cached) if self.cached else None)
+        states = self.cached + self.leaving
+        self.admit(self.one_of(states) if states else None)
 
     def extend(self, with_decode_rows: bool = False) -> None:
         """First chunks, further chunks, and rows that decoded before, as a session that goes on makes them."""
@@ -114,6 +129,38 @@ class Traces(RuleBasedStateMachine):
         assert snapshot is not None
         self.cached.append(snapshot)
 
+    def finish_and_leave(self) -> None:
+        self.leaving.append(self.machine.leave(self.one_of(self.started)))
+
+    def back_up(self) -> None:
+        """A write-through may start at once, a write-back when the slot is evicted: a copy, then, or a move."""
+        states = self.cached + self.leaving
+        if not states:
+            return
+        snapshot, ring = self.one_of(states), self.machine.ring
+        slot = int(snapshot.slot)
+        copies: list[torch.Tensor] = []
+        start_writing(lambda _: copies.append(ring.state[:, slot].clone()), self.machine.controller(write_queue=[slot]))
+        self.settle()
+        ring.state[:, slot] = copies[0]  # the copy is what `everything_is_exact` sees
+        self.host = [*self.host[-3:], (copies[0], snapshot)]
+        if self.number(0, 1) and snapshot not in self.sources.values():
+            self.cached.remove(snapshot)
+            self.machine.drop(snapshot)
+
+    def load_back(self) -> None:
+        """Into any free slot: the last owner's step, or its fold, may still be due when the load is queued."""
+        slot = self.machine.pool.mamba_allocator.alloc(1) if self.host else None
+        if slot is None:
+            return
+        (copy, of), ring = self.one_of(self.host), self.machine.ring
+
+        def load(_: object) -> None:
+            ring.state[:, int(slot)] = copy
+
+        start_loading(load, self.machine.controller(load_queue=[int(slot)]))
+        self.cached.append(Snapshot(slot, of.states, of.length))
+
     def finish_with_a_step_too_many(self) -> None:
         request = self.one_of(self.started)
         self.machine.decode([other for other in self.started if other is not request], dead=[request])
@@ -130,16 +177,18 @@ class Traces(RuleBasedStateMachine):
         self.machine.begin(self.number(1, 6))
 
     def evict(self) -> None:
-        free = [snapshot for snapshot in self.cached if snapshot not in self.sources.values()]
+        states = self.cached + self.leaving
+        free = [snapshot for snapshot in states if snapshot not in self.sources.values()]
         if free:
             snapshot = self.one_of(free)
-            self.cached.remove(snapshot)
+            (self.cached if snapshot in self.cached else self.leaving).remove(snapshot)
             self.machine.drop(snapshot)
 
     def flush(self) -> None:
         self.machine.pool.clear()
         self.machine.running.clear()
         self.cached.clear()
+        self.leaving.clear()
         self.sources.clear()
 
 

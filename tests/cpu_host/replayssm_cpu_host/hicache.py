@@ -15,10 +15,10 @@ import torch
 
 def install(*args: Any, **kwargs: Any) -> None:
     """BEFORE hook of `UnifiedRadixCache.init_hicache`: patch the host pools' modules."""
-    from sglang.srt.mem_cache.pool_host import common, mamba, mha
+    from sglang.srt.mem_cache.pool_host import common, mamba, mha, mla
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = common.alloc_with_pin_memory  # the default calls cudaHostRegister
-    for module in (mha, mamba):
+    for module in (mha, mla, mamba):
         module.transfer_kv_direct = copy_rows
         module.transfer_kv_per_layer_direct_pf_lf = load_layer
         module.transfer_kv_all_layer_direct_lf_pf = store_layers

@@ -99,8 +99,8 @@ def cleanup_after_caching_req(
 # -- host tier --------------------------------------------------------------------------------------------------------
 
 
-def init_hicache(original: Original, cache: Any, *args: Any, **kwargs: Any) -> Any:
-    """UnifiedRadixCache.init_hicache: the controller of the host tier's copies learns of the ring."""
+def attach_host_pools(original: Original, cache: Any, *args: Any, **kwargs: Any) -> Any:
+    """hybrid_pool_assembler.attach_hybrid_pool_to_unified_cache: the controller of host copies learns of the ring."""
     result = original(cache, *args, **kwargs)
     ring = ring_of(cache.req_to_token_pool)
     if ring is not None:

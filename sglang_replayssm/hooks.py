@@ -286,7 +286,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_evict": cache_hooks.evict,
     "prepare_for_caching_req": cache_hooks.prepare_for_caching_req,
     "cleanup_after_caching_req": cache_hooks.cleanup_after_caching_req,
-    "init_hicache": cache_hooks.init_hicache,
+    "attach_hybrid_pool_to_unified_cache": cache_hooks.attach_host_pools,
     "start_writing": cache_hooks.start_writing,
     "start_loading": cache_hooks.start_loading,
     "SchedulerMetricsCollector.__init__": operator_hooks.collector_init,

@@ -246,7 +246,12 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(_S + "mem_cache.unified_cache.component_type.ComponentType", "read", fields=("MAMBA",)),
     # Host tier
-    Seam(_CACHE + "init_hicache", "override", ("self", "server_args", "params")),
+    Seam(
+        _S + "mem_cache.hybrid_cache.hybrid_pool_assembler.attach_hybrid_pool_to_unified_cache",
+        "override",
+        ("cache", "params", "server_args", "load_cache_event", "storage_backend", "storage_extra_config")
+        + ("storage_prefetch_threshold",),
+    ),
     Seam(_CONTROLLER + "start_writing", "override", ("self",)),
     Seam(_CONTROLLER + "start_loading", "override", ("self",)),
     Seam(

@@ -31,6 +31,7 @@ def stand_in(name: str) -> Any:
             cache=SimpleNamespace(req_to_token_pool=pool, enable_mamba_extra_buffer=False)
         ),
         "UnifiedRadixCache": SimpleNamespace(req_to_token_pool=pool),
+        "cache": SimpleNamespace(req_to_token_pool=pool),
         "ScheduleBatch": SimpleNamespace(req_to_token_pool=pool),
         "Scheduler": SimpleNamespace(req_to_token_pool=pool),
         "SchedulerInternalStateController": SimpleNamespace(scheduler=SimpleNamespace(req_to_token_pool=pool)),

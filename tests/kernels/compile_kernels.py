@@ -60,7 +60,7 @@ def layer_types(key: str, state: str, u: str, gate: int) -> dict[str, str]:
     return names | (dict(ring_k="*fp32") if gate == SCALED else {})
 
 
-def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
+def variants(everything: bool) -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """(name, kernel, types, constants, warps) of what servers launch, and the corners of the supported shapes."""
     sizes = dict(H=16, HV=48, K=128, V=128, L=16)
     for gate, state in itertools.product((GDN, KDA, SCALED), ("fp32", "bf16")):
@@ -84,9 +84,12 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]
             constants,
             c.warps,
         )
-    served = itertools.product((GDN, KDA, SCALED), (128,), ("bf16",), ("fp32", "bf16"), (8,))
-    corners = ((GDN, 128, "fp16", "fp32", 8), (GDN, 128, "bf16", "fp32", 16), (KDA, 128, "bf16", "fp32", 16))
-    corners += ((GDN, 256, "bf16", "fp32", 4), (KDA, 256, "bf16", "fp32", 4), (KDA, 64, "fp32", "fp32", 4))
+    served = itertools.product((GDN, KDA, SCALED), (128,), ("bf16",), ("fp32",), (8,))
+    corners = ((GDN, 128, "bf16", "bf16", 8), (KDA, 64, "fp32", "fp32", 4))
+    if everything:  # wide verify shapes take the compiler a minute each
+        corners += ((KDA, 128, "bf16", "bf16", 8), (SCALED, 128, "bf16", "bf16", 8), (GDN, 128, "fp16", "fp32", 8))
+        corners += ((GDN, 128, "bf16", "fp32", 16), (KDA, 128, "bf16", "fp32", 16))
+        corners += ((GDN, 256, "bf16", "fp32", 4), (KDA, 256, "bf16", "fp32", 4))
     for gate, dim, key, state, width in (*served, *corners):
         c = choose_verify_config(10_000, gate, 4 if state == "fp32" else 2, dim, dim, width)
         constants = dict(H=16, HV=48, K=dim, V=dim, L=16 if gate == SCALED else 32 + width, GATE=gate)
@@ -118,5 +121,5 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]
 
 
 if __name__ == "__main__":
-    for name, kernel, types, constants, warps in variants():
+    for name, kernel, types, constants, warps in variants(everything="--all" in sys.argv):
         print(json.dumps(dict(name=name, **compile_one(kernel, types, constants, warps))), flush=True)

@@ -81,6 +81,6 @@ class Agreement:
             raise Disagreement(
                 f"ReplaySSM: tensor-parallel ranks disagree on what was folded, kept or handed over; (forwards, "
                 f"decisions, cursors) per rank: {values}. Their states no longer belong to the same tokens. This is a "
-                "bug: please report it with the server's arguments and log; SGLANG_REPLAYSSM_DISABLE=1 serves without "
-                "buffered decode."
+                "bug: please report it with the server's arguments and log; SGLANG_REPLAYSSM_DISABLE=1 without the "
+                "flag serves without buffered decode."
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -268,7 +269,11 @@ def lines(launch: Launch, memory: float | None, batches: Sequence[int]) -> list[
     for batch in batches:
         ours = buffered_bytes(shape, batch, launch.state_size) * shape.layers
         plain = conventional_bytes(shape, batch, launch.state_size) * shape.layers
-        verdict = worth.at_batch(batch, shape.gate, shape.layers, scale)
+        as_measured = dataclasses.replace(shape, capacity=table["capacity"])
+        against_measured = buffered_bytes(shape, batch, launch.state_size) / buffered_bytes(
+            as_measured, batch, launch.state_size
+        )
+        verdict = worth.at_batch(batch, shape.gate, shape.layers, scale, against_measured)
         said.append(
             (
                 f"batch {batch}",

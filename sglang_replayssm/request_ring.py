@@ -265,7 +265,10 @@ class RequestRing:
         self._leaving = []
         row_ids = self._to_device(torch.tensor(rows))
         counts = self._to_device(torch.tensor(lens))
-        plan_forced_fold(self.ring, self.plan.fold, row_ids, counts, torch.cat(slots), counts)
+        slot_ids = torch.cat(slots)
+        plan_forced_fold(
+            self.ring, self.plan.fold, row_ids, counts, slot_ids, counts, self.counters, Counters.HAND_OVERS
+        )
         materialise(self.state, self.ring, self.plan.fold)
 
     # -- faults -------------------------------------------------------------------------------------------------------
@@ -280,7 +283,7 @@ class RequestRing:
             raise RuntimeError(
                 f"ReplaySSM: {int(self._fault_copy)} request row(s) had a checkpoint that does not fit their token "
                 "count. Their output is NaN rather than wrong. This is a bug: please report it with the server's "
-                "arguments and log; SGLANG_REPLAYSSM_DISABLE=1 serves without buffered decode."
+                "arguments and log; SGLANG_REPLAYSSM_DISABLE=1 without the flag serves without buffered decode."
             )
         if self._fault_event is not None:
             self._fault_copy.copy_(self.ring.faults, non_blocking=True)

@@ -38,7 +38,7 @@ class Verdict:
     reason: str
 
 
-def at_batch(batch: int, gate: str, layers: int, scale: float) -> Verdict:
+def at_batch(batch: int, gate: str, layers: int, scale: float, against_measured: float = 1.0) -> Verdict:
     """Judge one batch size.
 
     Args:
@@ -48,9 +48,11 @@ def at_batch(batch: int, gate: str, layers: int, scale: float) -> Verdict:
         scale: bytes of this model's state per layer over those of the measured shape. Beyond 1 it scales the times; a
             smaller state is not faster in proportion where launches bound it, so below 1 it scales as well, which
             makes the saving small rather than large.
+        against_measured: bytes that a buffered step moves with this launch's L over those with the measured one's.
     """
     table = measured()[gate]
     ours, conventional = (_interpolate(batch, table["batch"], table[name]) for name in ("ours", "conventional"))
+    ours *= against_measured
     saved = (conventional - ours) * layers * scale
     share = 1 - ours / conventional
     if saved < 0:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from replayssm_kernels.ring import Ring
+from replayssm_kernels.ring import Ring, RingShape
+from replayssm_kernels.traffic import buffered_bytes
 from sglang_replayssm import check, explain, memory_plan, worth
 from tests.harness import tiny
 from tests.plugin import launch
@@ -196,3 +199,11 @@ def test_between_and_beyond_the_measured_batches(figures: None) -> None:
     assert at[2].ours == 2 * table["ours"][-1] and at[2].worth
     # few layers, or a small state: the same share, too little of a step
     assert not worth.at_batch(32, "gdn", 4, 1.0).worth and not worth.at_batch(32, "gdn", 48, 0.1).worth
+
+
+def test_a_short_ring_is_judged_by_its_own_bytes(figures: None) -> None:
+    """With L = 1 every step folds: more bytes than without replay, whatever was measured with L = 16."""
+    shape = RingShape(48, 2, 16, 48, 128, 128, capacity=1, key_dtype=torch.bfloat16)
+    ratio = buffered_bytes(shape, 256, 4) / buffered_bytes(dataclasses.replace(shape, capacity=16), 256, 4)
+    assert worth.at_batch(256, "gdn", 48, 1.0).worth
+    assert not worth.at_batch(256, "gdn", 48, 1.0, ratio).worth

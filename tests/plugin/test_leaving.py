@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from replayssm_kernels.cursors import Counters
 from sglang_replayssm.cache_hooks import start_loading, start_writing
 from tests.plugin import launch
 from tests.plugin.machine import Machine, Request, Sizes
@@ -103,3 +104,15 @@ def test_nothing_to_copy_launches_nothing() -> None:
     assert torch.equal(m.ring.state[:, slot], before)
     m.forward(m.batch("IDLE", [], []))
     m.expect_slot(slot, request.states, "the slot after the next forward")
+
+
+def test_folds_of_slots_that_leave_are_counted() -> None:
+    """The default configuration folds at every request's end: metrics must see it."""
+    m = Machine(Sizes(capacity=3))
+    m.ring.counters = Counters.allocate(3, m.ring.ring.checkpoint.device)
+    request = m.begin(prompt=4)
+    for _ in range(2):
+        m.decode([request])
+    leave(m, request)
+    m.forward(m.batch("IDLE", [], []))
+    assert int(m.ring.counters.totals[Counters.HAND_OVERS]) == 1

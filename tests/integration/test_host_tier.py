@@ -6,6 +6,8 @@ after a load-back must be that of a device hit, of a cold run and of transformer
 
 from __future__ import annotations
 
+import pytest
+
 from tests.harness.events import Events
 from tests.harness.judge import ON_OFF, Exchange, ask, distance, follow_transformers, recorded, same_answers
 from tests.harness.pool import ServerPool, on
@@ -77,6 +79,7 @@ def test_load_back_equals_cold(server: Server) -> None:
     assert "ERROR" not in server.log_text()
 
 
+@pytest.mark.long
 @on("host-on-boundaries")
 def test_a_state_at_the_end_of_a_request_survives_the_host(server: Server) -> None:
     """A device hit, a host hit and a cold run of the same prompt, from a state that had 4 records pending when it left.

@@ -20,7 +20,7 @@ from .cursors import (
 from .decode import DecodeConfig, decode
 from .materialise import materialise
 from .ring import FRESH, INERT, POISON, Ring, RingShape
-from .verify import VerifyConfig, verify
+from .verify import verify
 
 __all__ = [
     "FAULT",
@@ -33,7 +33,6 @@ __all__ = [
     "Ring",
     "RingShape",
     "StepPlan",
-    "VerifyConfig",
     "WorkList",
     "decode",
     "mark_fresh",

@@ -1,7 +1,8 @@
-"""Launch shapes of the decode and verify kernels: a table of what measured best, and a rule for everything outside it.
+"""Launch shapes of the decode and verify kernels: a table of what was fastest, and a rule for everything outside it.
 
 Swept on one H200 (2026-12-01, torch 2.11, Triton 3.6; 16/48 heads for GDN, 32 for KDA, K = V = 128, L = 16, batch 1 to
-256) with `python -m replayssm_kernels.bench gdn_decode --configs all`. The first column is the number of (request,
+256) by the decode kernel's own time, over the shapes that `python -m replayssm_kernels.bench gdn_decode --configs all`
+times with folds and cursors. The first column is the number of (request,
 v-head) pairs from which a shape holds: it says how full the GPU is, whatever the model.
 """
 
@@ -13,7 +14,7 @@ from .gates import GDN, INTERPRETED, KDA, RECORDS, SCALED
 
 
 class DecodeConfig(NamedTuple):
-    """Launch shape: value rows per tile, programs per v-head, warps per program, stages of the loop over V."""
+    """Launch shape of decode or verify: value rows per tile, programs per v-head, warps, stages of the loop over V."""
 
     block_v: int
     split: int
@@ -90,18 +91,9 @@ def choose_config(pairs: int, gate: int, state_size: int, key_dim: int, value_di
     return DecodeConfig(block_v, min(split, value_dim // block_v), warps, stages)
 
 
-class VerifyConfig(NamedTuple):
-    """Launch shape of verify: value rows per tile, programs per v-head, warps per program, stages of the V loop."""
-
-    block_v: int
-    split: int
-    warps: int
-    stages: int
-
-
 def choose_verify_config(
     pairs: int, gate: int, state_size: int, key_dim: int, value_dim: int, max_width: int
-) -> VerifyConfig:
+) -> DecodeConfig:
     """Launch shape of verify for `pairs` = batch x v-heads; other args as `choose_config`, max_width of the ring.
 
     Not swept yet. Tiles of 64 rows and four warps give products that take their narrow side from shared memory, which
@@ -109,7 +101,7 @@ def choose_verify_config(
     What doesn't hang on V (gates, triangle, products with the records' keys) is done once per program.
     """
     if INTERPRETED:
-        return VerifyConfig(block_v=value_dim, split=1, warps=1, stages=1)
+        return DecodeConfig(block_v=value_dim, split=1, warps=1, stages=1)
     block_v = min(64 if key_dim <= 128 else 32, value_dim)
     split = min(value_dim // block_v, 1 if pairs >= 600 else 2)
-    return VerifyConfig(block_v, split, warps=4, stages=2)
+    return DecodeConfig(block_v, split, warps=4, stages=2)

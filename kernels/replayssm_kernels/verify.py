@@ -37,7 +37,7 @@ import triton.language as tl
 from .cursors import PAD
 from .decode import check_entries, check_inputs, check_vector
 from .gates import GDN, KDA, RECORDS, SCALED, dot_exact, exp_careful, exp_decay, gate_constant, log_decay
-from .launch_shapes import VerifyConfig, choose_verify_config
+from .launch_shapes import DecodeConfig, choose_verify_config
 from .replay import block_keys, block_weights
 from .ring import GROUP, Ring
 
@@ -261,7 +261,7 @@ def verify(
     widths: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
-    config: VerifyConfig | None = None,
+    config: DecodeConfig | None = None,
 ) -> torch.Tensor:
     """One verify step of one layer; appends a record per draft and leaves the state untouched.
 

@@ -9,7 +9,7 @@ from .cursors import StepPlan, WorkList, plan_forced_fold, plan_step, set_checkp
 from .decode import DecodeConfig, decode
 from .materialise import materialise
 from .ring import Ring, RingShape
-from .verify import VerifyConfig, verify
+from .verify import verify
 
 _START = 1000  # token count at which every request stands
 
@@ -88,7 +88,7 @@ class Workload:
         seed: int = 0,
         stagger: bool = False,
         out_dtype: torch.dtype | None = None,
-        config: DecodeConfig | VerifyConfig | None = None,
+        config: DecodeConfig | None = None,
         width: int = 1,
         accepted: int = 1,
     ) -> None:

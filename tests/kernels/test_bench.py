@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from replayssm_kernels import DecodeConfig, RingShape, traffic
+from replayssm_kernels import DecodeConfig, RingShape, launch_shapes, traffic
 from replayssm_kernels.bench import __main__ as command
 from replayssm_kernels.bench import arms, verify_arms
 from replayssm_kernels.workload import Workload
@@ -148,3 +148,9 @@ def test_configs_on_the_command_line() -> None:
     assert command.configs("32,1,1,2;16,8,1,1", 128) == (DecodeConfig(32, 1, 1, 2), DecodeConfig(16, 8, 1, 1))
     every = command.configs("all", 128)
     assert len(every) > 20 and all(128 % (c.block_v * c.split) == 0 for c in every)
+
+
+def test_the_sweep_covers_the_table() -> None:
+    """A launch shape that no sweep tries can not be found again."""
+    table = {config for gate in (0, 1, 2) for size in (2, 4) for config in launch_shapes.swept(gate, size)}
+    assert table <= set(command.configs("all", 128))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from replayssm_kernels import DecodeConfig, decode, materialise, plan_step, reference
-from replayssm_kernels.bench.__main__ import configs, verify_configs
+from replayssm_kernels.bench.__main__ import configs
 from replayssm_kernels.bench.timing import launcher
 from replayssm_kernels.workload import Workload
 from tests.kernels.machine import BOUNDED, DEVICE, GDN, KDA, PADDING, Machine, each_gate, make_shape
@@ -168,7 +168,7 @@ def drafts_error(w: Workload, exact: list[torch.Tensor], out: torch.Tensor) -> f
 def test_every_verify_shape_of_the_tuner_is_right(gate: dict, width: int) -> None:
     """Over folds, with states and records in fp32, whatever the launch shape; raw and scaled keys."""
     capacity = 2 * width if gate is BOUNDED else 32 + width
-    for config in verify_configs("all", 128):
+    for config in configs("all", 128, verify=True):
         shape = make_shape(rows=4, **{**SERVED, "capacity": capacity}, max_width=width, **gate)
         w = Workload(
             shape, 3, torch.float32, DEVICE, out_dtype=torch.float32, config=config, width=width, accepted=width - 1

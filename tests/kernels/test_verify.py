@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replayssm_kernels import FAULT, POISON, VerifyConfig, mark_fresh, reference, verify
+from replayssm_kernels import FAULT, POISON, DecodeConfig, mark_fresh, reference, verify
 from tests.kernels.machine import (
     BOUNDED,
     GDN,
@@ -293,7 +293,7 @@ def test_tiles_and_programs_per_head(config: tuple[int, int]) -> None:
             m.launch_plan([1], [m.length(1) + 3], widths=[3])
             out = verify(
                 x.mixed_qkv, x.a, x.b, m.A_log[0], m.dt_bias[0], m.state[0], m.ring, 0, m.ints([1]), m.ints([1]),
-                m.plan.pending, m.ints([0, 3]), m.ints([3]), m.scale, config=VerifyConfig(block_v, split, 4, 1),
+                m.plan.pending, m.ints([0, 3]), m.ints([3]), m.scale, config=DecodeConfig(block_v, split, 4, 1),
             )  # fmt: skip
             expected, states = m.oracle[0].verify(1, m.token(0, x))
             assert reference.relative_error(out, expected) <= 1e-5

@@ -12,7 +12,7 @@ import argparse
 import torch
 
 from ..gates import INTERPRETED
-from ..launch_shapes import DecodeConfig, VerifyConfig
+from ..launch_shapes import DecodeConfig
 from ..ring import RingShape
 from . import decode, materialise, report
 
@@ -23,25 +23,22 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def configs(text: str, value_dim: int) -> tuple[DecodeConfig, ...]:
-    """ "all", or "32,1,1,2;16,8,1,1": tiles, programs per head, warps, stages."""
-    if not text:
-        return ()
+def configs(text: str, value_dim: int, verify: bool = False) -> tuple[DecodeConfig, ...]:
+    """ "all", or "32,1,1,2;16,8,1,1": tiles, programs per head, warps, stages. "all" is what a sweep tries."""
     if text != "all":
-        return tuple(DecodeConfig(*integers(part)) for part in text.split(";"))
-    split = [(8, 16, 1), (16, 8, 1), (16, 8, 2), (32, 4, 1), (32, 4, 2), (32, 4, 4), (64, 2, 2), (64, 2, 4)]
-    loops = [(16, 1, 1), (16, 2, 1), (16, 4, 1), (32, 1, 1), (32, 2, 1), (32, 1, 2), (64, 1, 2), (64, 1, 4)]
-    every = [(*c, 1) for c in split] + [(*c, stages) for c in loops for stages in (1, 2, 3)]
+        return tuple(DecodeConfig(*integers(part)) for part in text.split(";") if part)
+    if verify:
+        tiles = [(16, 4), (32, 2), (32, 4), (64, 4), (128, 4), (128, 8)]
+        every = [(bv, split, warps, st) for bv, warps in tiles for split in (1, 2, 4) for st in (1, 2, 3)]
+    else:
+        loops = [(16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4)]
+        halves = [(16, 1), (16, 2), (32, 1), (32, 2)]
+        single = [(8, 16, 1), (16, 8, 1), (16, 8, 2), (32, 4, 1), (32, 4, 2), (32, 4, 4), (64, 2, 2), (64, 2, 4)]
+        every = [(bv, 1, warps, st) for bv, warps in loops for st in (1, 2, 3)]
+        every += [(bv, 2, warps, st) for bv, warps in halves for st in (1, 2)]
+        every += [(8, 8, 1, st) for st in (1, 2)] + [(16, 4, warps, st) for warps in (1, 2) for st in (1, 2)]
+        every += [(*shape, 1) for shape in single]
     return tuple(DecodeConfig(*c) for c in every if c[0] * c[1] <= value_dim)
-
-
-def verify_configs(text: str, value_dim: int) -> tuple[VerifyConfig, ...]:
-    """As `configs`, for verify; "all" are the shapes to sweep."""
-    if text != "all":
-        return tuple(VerifyConfig(*integers(part)) for part in text.split(";") if part)
-    tiles = [(16, 4), (32, 2), (32, 4), (64, 4), (128, 4), (128, 8)]
-    every = [(bv, split, warps, st) for bv, warps in tiles for split in (1, 2, 4) for st in (1, 2, 3)]
-    return tuple(VerifyConfig(*c) for c in every if c[0] * c[1] <= value_dim)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -121,7 +118,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, object]]:
                 rounds=args.rounds,
                 graph=graph,
                 baselines=not args.no_baselines and not INTERPRETED,
-                configs=(verify_configs if verify else configs)(args.configs, args.head_dim),
+                configs=configs(args.configs, args.head_dim, verify),
                 device=device,
                 width=width,
                 accepted=min(width, args.accepted or (3 * width + 3) // 4),

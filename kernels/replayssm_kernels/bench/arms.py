@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from .. import reference
-from ..launch_shapes import DecodeConfig, VerifyConfig
+from ..launch_shapes import DecodeConfig
 from ..ring import RingShape
 from ..workload import Workload
 
@@ -31,7 +31,7 @@ class Arm(Protocol):
 class Ours:
     """plan_step, the due folds, decode or verify per layer. Arms that differ only in `config` may share a workload."""
 
-    def __init__(self, workload: Workload, config: DecodeConfig | VerifyConfig | None = None) -> None:
+    def __init__(self, workload: Workload, config: DecodeConfig | None = None) -> None:
         self.workload, self.config = workload, config
 
     def forward(self) -> torch.Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..launch_shapes import DecodeConfig, VerifyConfig
+from ..launch_shapes import DecodeConfig
 from ..ring import RingShape
 from ..traffic import verify_bytes
 from ..workload import Workload
@@ -44,7 +44,7 @@ class Options:
     lower_bound: float | None
     graph: bool
     baselines: bool
-    configs: tuple[DecodeConfig | VerifyConfig, ...]
+    configs: tuple[DecodeConfig, ...]
     device: torch.device
     width: int = 1
     accepted: int = 1

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 DISABLE_ENV = "SGLANG_REPLAYSSM_DISABLE"
 # Set by the launcher once it accepted the flag, inherited by the server's processes: they honour it or end.
 REQUIRED_ENV = "SGLANG_REPLAYSSM_REQUIRED"
+# The untested release that the launcher warned of, inherited likewise: one warning per launch, not one per process.
+WARNED_ENV = "SGLANG_REPLAYSSM_WARNED"
 U_DTYPE_ENV = "SGLANG_REPLAYSSM_U_DTYPE"
 MAX_CAPACITY = 64
 FLAG = "--enable-linear-replayssm"

@@ -33,6 +33,8 @@ HINTS = "replayssm_boundaries"
 
 MOST_HINTS = 64
 KINDS = ("branch", "hint", "joint", "tail", "stride", "end", "finish")
+EVENTS = ("taken", "hit", "evicted")
+"""What becomes of states at boundaries, as `StateLedger` counts it: stored, started from (every time), gone."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ class StateLedger:
     policy: BoundaryPolicy
     tallies: dict[str, _Tally] = field(default_factory=lambda: {kind: _Tally() for kind in KINDS})
     events: Counter[str] = field(default_factory=Counter)
-    """What became of states at boundaries, for metrics: "taken", "hit" (every start from one), "evicted"."""
+    """How often each of EVENTS happened, for metrics."""
     _states: OrderedDict[Hashable, _State] = field(default_factory=OrderedDict)
     _proven: int = 0
 

@@ -105,6 +105,7 @@ def attach_host_pools(original: Original, cache: Any, *args: Any, **kwargs: Any)
     ring = ring_of(cache.req_to_token_pool)
     if ring is not None:
         setattr(cache.cache_controller, ATTRIBUTE, ring)
+        ring.host_tier = True
     return result
 
 

@@ -16,14 +16,18 @@ multiprocess mode), so whatever the scheduler process registers appears in the H
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from replayssm_kernels.cursors import Counters
+from sglang_replayssm.boundaries import EVENTS
 
 if TYPE_CHECKING:
     from sglang_replayssm.request_ring import RequestRing
@@ -42,9 +46,11 @@ _families: Families | None = None
 
 def start(labels: Mapping[str, Any], capacity: int) -> None:
     """Register the metrics of this process once, with SGLang's labels, for a ring of `capacity` records."""
+    import prometheus_client  # here and not above: SGLang sets its environment first
+
     global _families
     if _families is None:
-        _families = Families(labels, capacity)
+        _families = Families(labels, capacity, prometheus_client.REGISTRY)
 
 
 def families() -> Families | None:
@@ -52,19 +58,64 @@ def families() -> Families | None:
     return _families
 
 
-class Families:
-    """The metrics themselves. prometheus_client is imported here: SGLang sets its environment first."""
+class BulkHistogram:
+    """A histogram that takes any number of equal observations in one call; prometheus_client's takes one.
 
-    def __init__(self, labels: Mapping[str, Any], capacity: int) -> None:
+    A busy server makes tens of thousands a second. The values are prometheus_client's own: where processes share
+    metrics, they lie in this process's file, and the HTTP server's collector adds the histogram up from it.
+
+    Args:
+        name, text: of the metric.
+        labels: their names and values.
+        bounds: upper bounds of the buckets, ascending; a bucket for everything comes on top.
+        registry: where the histogram is collected from, in this process.
+    """
+
+    def __init__(self, name: str, text: str, labels: Mapping[str, Any], bounds: Sequence[float], registry: Any) -> None:
+        from prometheus_client import values
+        from prometheus_client.utils import floatToGoString
+
+        self._name, self._text = name, text
+        self._labels = {label: str(value) for label, value in labels.items()}
+
+        def value(suffix: str, **more: str) -> Any:
+            every = {**self._labels, **more}
+            return values.ValueClass("histogram", name, name + suffix, list(every), list(every.values()), text)
+
+        self._bounds = [*bounds, math.inf]
+        self._le = [floatToGoString(bound) for bound in self._bounds]
+        self._buckets = [value("_bucket", le=le) for le in self._le]  # each without those below it
+        self._sum = value("_sum")
+        registry.register(self)
+
+    def observe(self, observed: float, times: int) -> None:
+        """Count `times` observations of the value `observed`."""
+        self._buckets[bisect.bisect_left(self._bounds, observed)].inc(times)
+        self._sum.inc(observed * times)
+
+    def collect(self) -> Iterator[Any]:
+        """What prometheus_client asks a registered metric for."""
+        from prometheus_client.core import HistogramMetricFamily
+
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        counts = itertools.accumulate(bucket.get() for bucket in self._buckets)
+        family.add_metric(list(self._labels.values()), list(zip(self._le, counts, strict=True)), self._sum.get())
+        yield family
+
+
+class Families:
+    """The metrics themselves, in `registry`."""
+
+    def __init__(self, labels: Mapping[str, Any], capacity: int, registry: Any) -> None:
         import prometheus_client as prometheus
 
         names = list(labels)
 
         def counter(name: str, text: str, *more: str) -> Any:
-            return prometheus.Counter(PREFIX + name, text, [*names, *more])
+            return prometheus.Counter(PREFIX + name, text, [*names, *more], registry=registry)
 
         def gauge(name: str, text: str) -> Any:
-            made = prometheus.Gauge(PREFIX + name, text, names, multiprocess_mode="mostrecent")
+            made = prometheus.Gauge(PREFIX + name, text, names, multiprocess_mode="mostrecent", registry=registry)
             return made.labels(**labels)
 
         self._labels = dict(labels)
@@ -77,17 +128,20 @@ class Families:
         self._boundary_states = counter(
             "boundary_states", "States left at boundaries inside an extend, by event.", "event"
         )
-        self.pending = prometheus.Histogram(
+        self.pending = BulkHistogram(
             PREFIX + "pending_records",
             "Records that a request replayed in a decode step.",
-            names,
-            buckets=tuple(range(capacity)),
-        ).labels(**labels)
+            labels,
+            range(capacity),
+            registry,
+        )
         self.ring_bytes = gauge("ring_bytes", "Bytes of the ring of pending records.")
         self.slots = gauge("state_slots", "Slots of the state pool.")
         self.slots_used = gauge("state_slots_used", "Slots of the state pool that are not free.")
         for reason in REASONS:  # a rate needs the zero before the first event
             self.materialisations(reason)
+        for event in EVENTS:
+            self.boundary_states(event)
 
     def materialisations(self, reason: str) -> Any:
         """The counter of one reason."""
@@ -106,9 +160,7 @@ class Families:
             self.materialisations(reason).inc(new[index])
         for records, times in enumerate(new[Counters.HISTOGRAM :]):
             if times:
-                # In bulk: `observe` takes one value a call, and a busy server makes tens of thousands a second.
-                self.pending._buckets[records].inc(times)
-                self.pending._sum.inc(records * times)
+                self.pending.observe(records, times)
 
 
 class Tally:
@@ -146,6 +198,7 @@ class Reporter:
         self._in_flight = False
         self._news = False
         self._next = 0.0
+        self._shown: int | None = None  # slots in use, as last published
 
     def before_forward(self) -> None:
         """Before a forward of a busy server: publish a copy that has arrived, and ask for the next one in time."""
@@ -158,8 +211,14 @@ class Reporter:
             self._ask()
 
     def when_idle(self) -> None:
-        """A server without work: publish what is left. Nothing is running, so the wait is the copy's own time."""
+        """A server without work: publish what is left. Nothing is running, so the wait is the copy's own time.
+
+        SGLang calls this over and over. Without a forward since the last time only slots can have changed hands,
+        when the cache is flushed: two integers are compared.
+        """
         if not self._news:
+            if self._slots_used() != self._shown:
+                self._publish_host()
             return
         self._news = False
         self._ask()
@@ -181,8 +240,19 @@ class Reporter:
         totals = self._copy.tolist()
         to.add([new - old for new, old in zip(totals, self._published, strict=True)])
         self._published = totals
+        self._publish_host()
+
+    def _slots_used(self) -> int:
+        pool = self._ring.pool
+        return pool.mamba_pool.size - pool.mamba_allocator.available_size()
+
+    def _publish_host(self) -> None:
+        """What the host knows by itself: events of the prefix cache, and memory."""
+        to = families()
+        if to is None:
+            return
         self._ring.tally.publish(to)
         to.ring_bytes.set(self._ring.ring_bytes)
-        slots = self._ring.pool.mamba_pool.size
-        to.slots.set(slots)
-        to.slots_used.set(slots - self._ring.pool.mamba_allocator.available_size())
+        to.slots.set(self._ring.pool.mamba_pool.size)
+        self._shown = self._slots_used()
+        to.slots_used.set(self._shown)

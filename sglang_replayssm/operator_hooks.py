@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_replayssm import __version__, arguments, metrics
+from sglang_replayssm.prefix_states import states_of
 from sglang_replayssm.request_ring import ring_of
 
 Original = Callable[..., Any]
@@ -38,7 +39,13 @@ def on_idle(original: Original, scheduler: Any) -> Any:
 def get_internal_state(original: Original, controller: Any, recv_req: Any) -> Any:
     """SchedulerInternalStateController.get_internal_state: /server_info says what of the plugin is on."""
     reply = original(controller, recv_req)
-    ring = ring_of(controller.scheduler.req_to_token_pool)
+    pool = controller.scheduler.req_to_token_pool
+    ring = ring_of(pool)
     if ring is not None:
-        reply.internal_state["replayssm"] = {"version": __version__, **ring.describe()}
+        states = states_of(pool)
+        reply.internal_state["replayssm"] = {
+            "version": __version__,
+            **ring.describe(),
+            "states_at_boundaries": states is not None and states.asks,
+        }
     return reply

@@ -44,7 +44,8 @@ def _register() -> str | None:
             f"it does not fit SGLang {version}. Differences: {'; '.join(differences)}. "
             f"Fix: install sglang=={seams.TESTED_SGLANG[0]}, or a newer sglang-replayssm."
         )
-    if version not in seams.TESTED_SGLANG:
+    if version not in seams.TESTED_SGLANG and os.environ.get(arguments.WARNED_ENV) != version:
+        os.environ[arguments.WARNED_ENV] = str(version)
         logger.warning(
             "sglang-replayssm %s is tested with SGLang %s; this is %s. Every hook matches, so it goes on.",
             __version__,

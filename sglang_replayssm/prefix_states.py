@@ -83,6 +83,11 @@ class PrefixStates:
         self._recent: deque[list[torch.Tensor]] = deque(maxlen=4)
         self._warned: set[str] = set()
 
+    @property
+    def asks(self) -> bool:
+        """Whether prefills are still asked for states: not once too many in a row were not written."""
+        return self._unwritten < _GIVE_UP_AFTER
+
     # -- before a prefill: choose -------------------------------------------------------------------------------------
 
     def prepare_extend(self, batch: Any, req: Any, original: Any) -> Any:
@@ -117,7 +122,7 @@ class PrefixStates:
         )
 
     def _choose(self, req: Any, cache: Any) -> list[tuple[int, str]]:
-        if self._unwritten >= _GIVE_UP_AFTER:
+        if not self.asks:
             return []
         ids = req.full_untruncated_fill_ids
         text = getattr(req, _TEXT, None)

@@ -77,6 +77,7 @@ class RequestRing:
         self.pool = pool
         self.ring_bytes = size
         self.tally = Tally()
+        self.host_tier = False  # set where HiCache's host pools are attached
         self.counters = Counters.allocate(shape.capacity, device) if count else None
         self.reporter = Reporter(self) if count else None
         self.state: torch.Tensor = cache.temporal
@@ -119,6 +120,7 @@ class RequestRing:
             "u_dtype": str(shape.u_dtype).removeprefix("torch."),
             "ring_rows": shape.rows,
             "ring_bytes": self.ring_bytes,
+            "host_tier": self.host_tier,
             "metrics": self.counters is not None,
         }
 

@@ -37,6 +37,12 @@ def test_the_second_of_a_group_hits(server: Server) -> None:
 
 
 @on("boundaries")
+def test_server_info_says_that_they_are_kept(server: Server) -> None:
+    (state,) = server.server_info()["internal_states"]
+    assert state["replayssm"]["states_at_boundaries"] is True and state["replayssm"]["host_tier"] is False
+
+
+@on("boundaries")
 def test_metrics_tell_what_became_of_states_at_boundaries(server: Server) -> None:
     """Guesses in the first prompt and the branch in the second are taken; the second and the third start from one."""
 

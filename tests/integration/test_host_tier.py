@@ -56,6 +56,12 @@ def test_on_equals_off(server_pool: ServerPool, server: Server) -> None:
     assert [source(exchange, "host") for exchange in answers] == [source(exchange, "host") for exchange in off]
 
 
+@on("host-on")
+def test_server_info_says_that_it_is_on(server: Server) -> None:
+    (state,) = server.server_info()["internal_states"]
+    assert state["replayssm"]["host_tier"] is True and state["replayssm"]["states_at_boundaries"] is False
+
+
 @on("host-on-boundaries")
 def test_load_back_equals_cold(server: Server) -> None:
     """What is backed up at the end of a request is its own slot, whose last records were pending a moment before."""

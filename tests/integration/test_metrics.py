@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from sglang_replayssm import __version__
+from sglang_replayssm.boundaries import EVENTS
 from tests.harness.events import Events
 from tests.harness.judge import ask
 from tests.harness.reference import prompt
@@ -86,6 +87,12 @@ def test_memory_and_slots(server: Server) -> None:
     assert seen["ring_bytes"] == 5 * row
     assert seen["state_slots"] == 32
     assert 1 <= seen["state_slots_used"] <= 32  # the prefix cache keeps what the request left
+    assert [seen[f"boundary_states_total{{event={event}}}"] for event in EVENTS] == [0, 0, 0]
+    server.flush()  # and nothing runs afterwards
+    until = time.monotonic() + 20
+    while samples(server)["state_slots_used"]:
+        assert time.monotonic() < until, "the gauge shows slots that the flush has freed"
+        time.sleep(0.2)
 
 
 @pytest.mark.server("deep-on-metrics")
@@ -101,5 +108,7 @@ def test_server_info_shows_what_is_on(server: Server) -> None:
         "capacity": CAPACITY,
         "u_dtype": "float32",
         "ring_rows": 5,
+        "host_tier": False,
+        "states_at_boundaries": False,
         "metrics": True,
     }

@@ -85,6 +85,28 @@ class Ours(logging.Handler):
             self.records.append((record.levelname, record.getMessage()))
 
 
+def _log_of_a_child(handler: Ours) -> list[tuple[str, str]]:
+    """What a process of the server logs that this one starts: it loads the plugins anew, in this environment."""
+    from sglang.srt import plugins
+
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        handler.records.clear()
+        plugins._plugins_loaded = False
+        try:
+            plugins.load_plugins()
+        finally:
+            with os.fdopen(writing, "w") as pipe:
+                json.dump(handler.records, pipe)
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        records = json.load(pipe)
+    os.waitpid(child, 0)
+    return records
+
+
 def run(case: Callable[[], None]) -> dict[str, Any]:
     """Load the plugins as a server process does; what is registered, live and logged, and what two launches say."""
     handler = Ours()
@@ -104,6 +126,7 @@ def run(case: Callable[[], None]) -> dict[str, Any]:
     result["registered"] = sorted(targets & set(HookRegistry._hooks))
     result["resolution"] = len(resolution_hooks._HOOKS.get("handle_linear_attn_backend", ()))
     result["log"] = handler.records
+    result["log_of_a_child"] = _log_of_a_child(handler)
     for name, flag in (("off", ()), ("on", (arguments.FLAG,))):
         try:
             launch.resolve(*flag)

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
+import prometheus_client.multiprocess
 import pytest
 import torch
 
 from replayssm_kernels.cursors import Counters
 from sglang_replayssm import metrics, operator_hooks
+from sglang_replayssm.boundaries import EVENTS, BoundaryPolicy, StateLedger
 from tests.plugin import launch
 
 LABELS = {"model_name": "tiny", "tp_rank": 0}
 CAPACITY = 4
-DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "deployment" / "grafana-dashboard.json"
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = ROOT / "docs" / "deployment" / "grafana-dashboard.json"
 
 
 @pytest.fixture
 def families(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The metrics in a registry of their own."""
     registry = prometheus_client.CollectorRegistry()
-    for kind in ("Counter", "Gauge", "Histogram"):
-        made = getattr(prometheus_client, kind)
-        monkeypatch.setattr(
-            prometheus_client, kind, lambda *args, made=made, **kwargs: made(*args, **kwargs, registry=registry)
-        )
+    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
     monkeypatch.setattr(metrics, "_families", None)
     metrics.start(LABELS, CAPACITY)
     first = metrics.families()
@@ -80,7 +83,7 @@ def test_an_idle_server_publishes_the_rest_and_then_does_nothing(families: Any) 
     made = ring()
     reporter = metrics.Reporter(made, now=lambda: 0.0)
     reporter.when_idle()
-    assert value(families, "ring_bytes") == 0  # nothing ran yet
+    assert value(families, "ring_bytes") == 4096  # known before anything ran
     reporter.before_forward()
     made.counters.totals[Counters.HAND_OVERS] += 4
     made.tally.events["taken"] += 3
@@ -96,6 +99,84 @@ def test_an_idle_server_publishes_the_rest_and_then_does_nothing(families: Any) 
     assert value(families, "boundary_states_total", event="taken") == 4
     assert value(families, "boundary_states_total", event="evicted") == 1
     assert value(families, "forced_folds_total") == 4
+
+
+def test_gauges_follow_a_flush_of_an_idle_server(families: Any) -> None:
+    """Flushing the cache frees slots and runs no forward."""
+    free = [20]
+    made = ring()
+    made.pool.mamba_allocator.available_size = lambda: free[0]
+    reporter = metrics.Reporter(made, now=lambda: 0.0)
+    reporter.before_forward()
+    reporter.when_idle()
+    assert value(families, "state_slots_used") == 12
+    free[0] = 32
+    reporter.when_idle()
+    assert value(families, "state_slots_used") == 0
+
+
+def test_every_series_that_can_be_starts_at_zero(families: Any) -> None:
+    """The rate of a counter that appears with its first event misses that event."""
+    before = {(sample.name, *sorted(sample.labels.items())) for each in families.collect() for sample in each.samples}
+    assert all(value(families, "boundary_states_total", event=event) == 0 for event in EVENTS)
+    made = ring()
+    made.counters.totals.add_(1)
+    made.tally.events.update(dict.fromkeys(EVENTS, 1))
+    reporter = metrics.Reporter(made, now=lambda: 0.0)
+    reporter.before_forward()
+    reporter.when_idle()
+    after = {(sample.name, *sorted(sample.labels.items())) for each in families.collect() for sample in each.samples}
+    assert after == before
+
+
+def test_the_ledger_counts_events_of_these_names_only() -> None:
+    ledger = StateLedger(BoundaryPolicy())
+    ledger.stored(1, "tail")
+    ledger.used(1, lambda: None)
+    ledger.prune(lambda name: False)
+    assert set(ledger.events) == set(EVENTS)
+
+
+OBSERVED = {0: 3, 1: 0, 2: 70_000, 3: 1, 9: 2}  # 9 lies above every bound
+
+
+def bulk(registry: Any) -> None:
+    """The same observations in a BulkHistogram and, one by one, in prometheus_client's own histogram."""
+    made = metrics.BulkHistogram("x:bulk", "Text.", LABELS, range(CAPACITY), registry)
+    own = prometheus_client.Histogram("x:own", "Text.", list(LABELS), buckets=range(CAPACITY), registry=registry)
+    for observed, times in OBSERVED.items():
+        made.observe(observed, times)
+        for _ in range(times):
+            own.labels(**LABELS).observe(observed)
+
+
+def shown(text: str, name: str) -> list[str]:
+    """What a scrape shows of one metric, but for the name and the time of creation."""
+    lines = [line.replace(name, "") for line in text.splitlines() if name in line and f"{name}_created" not in line]
+    return sorted(lines)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["one process", "shared by files"])
+def test_a_histogram_in_bulk_is_the_histogram_of_its_values(shared: bool, tmp_path: Path) -> None:
+    """Also where the HTTP server collects it from the files of another process, as SGLang's does."""
+    if shared:
+        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+        program = "import prometheus_client as p, tests.plugin.test_metrics as t; t.bulk(p.CollectorRegistry())"
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, timeout=120)
+        registry = prometheus_client.CollectorRegistry()
+        prometheus_client.multiprocess.MultiProcessCollector(registry, str(tmp_path))
+    else:
+        registry = prometheus_client.CollectorRegistry()
+        bulk(registry)
+    text = prometheus_client.generate_latest(registry).decode()
+    assert shown(text, "x:bulk") == shown(text, "x:own")
+    assert '_bucket{le="2.0",model_name="tiny",tp_rank="0"} 70003.0' in shown(text, "x:bulk")
+
+
+def test_nothing_private_of_prometheus_client_is_touched() -> None:
+    tree = ast.parse(Path(metrics.__file__).read_text())
+    private = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("_")]
+    assert private and {ast.unparse(node.value) for node in private} == {"self"}
 
 
 def test_counts_before_sglangs_metrics_exist_are_not_lost(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,11 +216,11 @@ def test_every_query_of_the_dashboard_is_about_a_metric_that_exists(families: An
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     assert len(queries) >= 8
     named = {name for query in queries for name in re.findall(r"sglang:\w+", query)}
-    assert named <= ours | sglangs | {metrics.PREFIX + "boundary_states_total"}
+    assert named <= ours | sglangs
     from sglang.srt.observability import metrics_collector
 
     source = Path(metrics_collector.__file__).read_text()
     assert all(f'"{name}"' in source for name in named & sglangs)
-    shown = {name.removeprefix(metrics.PREFIX) for name in named}
-    assert {"folds_total", "forced_folds_total", "snapshots_total", "ring_bytes", "state_slots_used"} <= shown
-    assert {"materialisations_total", "boundary_states_total", "pending_records_bucket"} <= shown
+    seen = {name.removeprefix(metrics.PREFIX) for name in named}
+    assert {"folds_total", "forced_folds_total", "snapshots_total", "ring_bytes", "state_slots_used"} <= seen
+    assert {"materialisations_total", "boundary_states_total", "pending_records_bucket"} <= seen

@@ -23,7 +23,7 @@ UPSTREAM_REFUSAL = "requires --mamba-radix-cache-strategy no_buffer"
 def outcomes(plugins: None) -> dict[str, dict[str, Any]]:
     """Case name -> what a fresh process found (registration_child.py), all cases from one start of SGLang."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for name in ("SGLANG_PLUGINS", arguments.DISABLE_ENV, arguments.REQUIRED_ENV):
+    for name in ("SGLANG_PLUGINS", arguments.DISABLE_ENV, arguments.REQUIRED_ENV, arguments.WARNED_ENV):
         environment.pop(name, None)
     command = [sys.executable, "-W", "ignore", "-m", "tests.plugin.registration_child"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
@@ -95,6 +95,14 @@ def test_an_untested_version_that_matches_is_one_warning(outcomes: dict[str, dic
     assert "is tested with SGLang 0.5.23; this is 0.5.24" in message
     assert outcome["registered"] == sorted(HOOKS)
     assert outcome["on"] == "ok"
+    # a launch is a launcher and its processes: they do not say it again
+    assert [text for level, text in outcome["log_of_a_child"] if level == "WARNING"] == []
+
+
+def test_every_process_says_that_it_does_not_fit(outcomes: dict[str, dict[str, Any]]) -> None:
+    """An error is not silenced by another process having said it."""
+    outcome = outcomes["mismatch"]
+    assert [level for level, _ in outcome["log_of_a_child"]] == ["ERROR"]
 
 
 def test_registering_touches_nothing_before_sglang_applies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from replayssm_kernels import (
-    FAULT,
     FRESH,
     INERT,
     PAD,
-    POISON,
     Counters,
     Ring,
     StepPlan,

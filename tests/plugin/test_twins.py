@@ -17,9 +17,7 @@ from tests.plugin import twins
 
 pytestmark = pytest.mark.skipif(host.has_gpu(), reason="twins are for the machine without a GPU")
 
-SHAPE = RingShape(
-    layers=2, rows=5, k_heads=1, v_heads=2, key_dim=16, value_dim=32, capacity=3, key_dtype=torch.float32
-)
+SHAPE = RingShape(layers=2, rows=5, k_heads=1, v_heads=2, key_dim=16, value_dim=32, capacity=3, key_dtype=torch.float32)
 
 
 @pytest.fixture(autouse=True)

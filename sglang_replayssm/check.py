@@ -51,14 +51,14 @@ def check_versions(report: Report) -> bool:
     return not report.failed
 
 
-def check_entry_point(report: Report) -> None:
-    """SGLang finds the plugin, and nothing in the environment keeps it out."""
+def check_entry_point(report: Report, off: str = NOTE) -> None:
+    """SGLang finds the plugin, and nothing in the environment keeps it out; `off`: status under the kill switch."""
     points = importlib.metadata.entry_points(group="sglang.srt.plugins")
     mine = [point for point in points if point.value == "sglang_replayssm.plugin:register"]
     if not mine:
         report.add(BAD, "entry point", "SGLang does not see the plugin: install the package with pip")
     elif arguments.disabled_by_environment():
-        report.add(NOTE, "entry point", f"found, but {arguments.DISABLE_ENV} switches the plugin off")
+        report.add(off, "entry point", f"found, but {arguments.DISABLE_ENV} switches the plugin off: unset it")
     elif (only := os.environ.get("SGLANG_PLUGINS")) and mine[0].name not in map(str.strip, only.split(",")):
         report.add(BAD, "entry point", f"SGLANG_PLUGINS={only} leaves the plugin out: add {mine[0].name!r} to it")
     else:
@@ -126,7 +126,10 @@ def _batches(text: str) -> tuple[int, ...]:
 def explain_launch(
     model: str, server_args: Sequence[str], memory_gib: float | None = None, batches: Sequence[int] | None = None
 ) -> int:
-    """Print what the plugin would do for a launch; 0 when it would run, 1 when it would be refused, 2 for bad input."""
+    """Print what the plugin would do for a launch; 0 when it would run, 1 when it would not, 2 for bad input.
+
+    It would not where it is kept out of SGLang's processes, either: then the flag means SGLang's own replay.
+    """
     from sglang_replayssm import explain
 
     report = Report()
@@ -136,9 +139,11 @@ def explain_launch(
     except explain.Unexplained as error:
         print(f"sglang-replayssm-check: error: {error}", file=sys.stderr)
         return 2
+    check_entry_point(report, off=BAD)
+    check_seams(report)
     for reason in reasons:
         report.add(BAD, "refused", reason)
-    for subject, detail in said:
+    for subject, detail in () if report.failed else said:
         report.add(OK, subject, detail)
     return int(report.failed)
 

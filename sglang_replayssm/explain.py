@@ -1,6 +1,7 @@
 """`sglang-replayssm-check --explain MODEL [server args]`: what the plugin would do for a launch, without launching.
 
-Reads the model's config and SGLang's own parser, sizes and gate kinds; loads no weights and needs no GPU.
+Reads the model's config and SGLang's own parser, sizes and gate kinds; loads no weights and needs no GPU. Of SGLang's
+resolution of arguments those steps are run that decide about the prefix cache and need no GPU: see `_resolve`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import shutil
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,10 @@ GIB = 1 << 30
 MIB = 1 << 20
 BATCHES = (1, 8, 32, 128, 256)
 _SSM_DTYPE = "SGLANG_MAMBA_SSM_DTYPE"
+_CONFIG = "--config"
+# By architecture: the field of the model's config that bounds the gate of its layers, None without a bound. A server
+# asks the layers (memory_plan.gate_bound).
+_BOUND = {"BailingMoeV3ForCausalLM": "kda_lower_bound"}
 
 
 class Unexplained(ValueError):
@@ -38,7 +44,7 @@ class Launch:
         shape: the ring of one request row (its `rows` mean nothing here).
         slot: bytes of a slot; state_size: bytes of one number of the temporal state.
         strategy: the radix-cache strategy as SGLang resolves it; per_request: slots that SGLang keeps per request.
-        args: the server arguments; memory_ratio: memory of states over that of KV.
+        args: the server arguments, as far as they are resolved; memory_ratio: memory of states over that of KV.
     """
 
     name: str
@@ -92,11 +98,26 @@ def _parse(model: str, server_args: Sequence[str]) -> Any:
     ServerArgs.add_cli_args(parser)
     if any(argument.split("=")[0] in ("--model-path", "--model") for argument in server_args):
         raise Unexplained("the model is named once, behind --explain: drop --model-path.")
+    if any(argument.startswith("--config=") for argument in server_args):
+        raise Unexplained("SGLang reads a configuration file as `--config FILE` only: write a space for the =.")
     flag = () if arguments.FLAG in server_args else (arguments.FLAG,)
+    argv = ["--model-path", model, *flag, *server_args]
     try:
-        return ServerArgs.from_cli_args(parser.parse_args(["--model-path", model, *flag, *server_args]))
+        if _CONFIG in argv:
+            argv = _merged(parser, argv)
+        return ServerArgs.from_cli_args(parser.parse_args(argv))
     except (AssertionError, TypeError) as error:
         raise Unexplained(f"server arguments: {error}") from error
+
+
+def _merged(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
+    """The command line with what its configuration file says in front, as SGLang reads it: later ones win."""
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+    try:
+        return ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    except Exception as error:  # of its own, of the file system, of YAML
+        raise Unexplained(f"server arguments: {_CONFIG}: {' '.join(str(error).split())}") from error
 
 
 def read(model: str, server_args: Sequence[str]) -> tuple[Launch, list[str]]:
@@ -151,11 +172,18 @@ def _launch(model: str, parsed: Any, config: Any) -> tuple[Launch, list[str]]:
             f"{arguments.FLAG} to do. Supported: {arguments.supported_architectures()}."
         )
     args = resolving_view(parsed)
+    refused = _resolve(parsed, config)
     reasons = arguments.refusals(args, architectures, gate)
+    if refused is not None:
+        reasons.append(f"SGLang itself refuses this launch: {refused}")
     with get_parallel().override(attn_tp_size=args.tp_size, enable_cp_tp_group_sharing=False):
         params = mambaish_config(config).mamba2_cache_params
     shape = shape_for(
-        params, rows=2, capacity=max(1, args.linear_replayssm_cache_len), key_dtype=config.dtype, lower_bound=None
+        params,
+        rows=2,
+        capacity=max(1, args.linear_replayssm_cache_len),
+        key_dtype=config.dtype,
+        lower_bound=_bound(config.hf_config, architectures[0]),
     )
     try:
         shape.validate()
@@ -178,17 +206,48 @@ def _launch(model: str, parsed: Any, config: Any) -> tuple[Launch, list[str]]:
     )
 
 
+def _bound(hf_config: Any, architecture: str) -> float | None:
+    """Lower bound of the gate that a model's layers will have, None without one."""
+    field = _BOUND.get(architecture)
+    return None if field is None else getattr(hf_config, field)
+
+
+def _resolve(parsed: Any, config: Any) -> str | None:
+    """Run those steps of SGLang's resolution that decide about the prefix cache; what they refuse, as a sentence.
+
+    In SGLang's order, on `parsed`. Its checks of extra_buffer begin with the machine, so they are left to the launch
+    on one without a GPU.
+    """
+    from sglang.srt.arg_groups.hicache_hook import handle_hicache, handle_hicache_ratio_default
+    from sglang.srt.arg_groups.kv_cache_hook import handle_cache_compatibility
+    from sglang.srt.arg_groups.mamba_hook import _platform_supports_mamba_cache_extra_buffer
+    from sglang.srt.arg_groups.model_hook import handle_mamba_radix_cache
+    from sglang.srt.arg_groups.overrides import _mamba_radix_cache_resolution, resolving_view, run_post_process_pass
+    from sglang.srt.arg_groups.parallel_hook import handle_deprecated_dp_attention
+
+    try:
+        handle_deprecated_dp_attention(parsed)
+        handle_hicache_ratio_default(parsed)
+        run_post_process_pass(parsed, _mamba_radix_cache_resolution)
+        without_tracks = resolving_view(parsed).mamba_radix_cache_strategy == "no_buffer"
+        if without_tracks or _platform_supports_mamba_cache_extra_buffer():
+            handle_mamba_radix_cache(parsed, config.hf_config)
+        handle_hicache(parsed)
+        handle_cache_compatibility(parsed)
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return " ".join(str(error).split()) or f"{frame.name} asks for something else: {frame.line}"
+    return None
+
+
 def _strategy(args: Any) -> tuple[str, int]:
-    """Radix-cache strategy as SGLang resolves it for supported models, and slots per running request."""
+    """Radix-cache strategy as SGLang resolved it, and slots per running request."""
     from sglang.srt.mem_cache.allocation_sizing import get_mamba_tracking_slots
     from sglang.srt.mem_cache.kv_cache_configurator import MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO
 
     if args.disable_radix_cache:
         return "no prefix cache", 1
     strategy, overlap = args.mamba_radix_cache_strategy, not args.disable_overlap_schedule
-    if strategy == "auto":
-        paged = args.page_size is not None and args.page_size > 1
-        strategy = "extra_buffer" if overlap or paged else "no_buffer"
     tracking = get_mamba_tracking_slots(
         extra_buffer=strategy.startswith("extra_buffer"), overlap=overlap, lazy=strategy == "extra_buffer_lazy"
     )
@@ -238,10 +297,10 @@ def lines(launch: Launch, memory: float | None, batches: Sequence[int]) -> list[
     from sglang_replayssm import worth
 
     shape = launch.shape
-    kind = "Gated DeltaNet" if shape.gate == "gdn" else "Kimi Delta Attention"
+    words = "Gated DeltaNet" if shape.gate == "gdn" else "Kimi Delta Attention"
     heads = f"{shape.k_heads} key and {shape.v_heads} value heads of {shape.key_dim} x {shape.value_dim}"
     said = [
-        ("model", f"{launch.name}: {shape.layers} {kind} layers of {launch.layers}; {heads}"),
+        ("model", f"{launch.name}: {shape.layers} {words} layers of {launch.layers}; {heads}"),
         ("prefix cache", f"{launch.strategy}, {launch.per_request} slots per running request"),
         ("slot", f"{launch.slot / MIB:.2f} MiB of states per slot ({8 * launch.state_size}-bit)"),
         (
@@ -251,9 +310,13 @@ def lines(launch: Launch, memory: float | None, batches: Sequence[int]) -> list[
         ),
     ]
     if shape.gate == "kda":
-        said.append(("ring", "for an unbounded gate; a bounded one is known once the model is loaded"))
+        bound = "no lower bound" if shape.lower_bound is None else f"a lower bound of {shape.lower_bound:g}"
+        said.append(("gate", f"{bound}; records keep {'scaled' if shape.scaled_keys else 'raw'} keys"))
+    running, why = launch.args.max_running_requests, "--max-running-requests"
     if memory is not None:
         slots, requests = fit(launch, memory)
+        if running is None or requests < running:
+            running, why = requests, f"{memory:g} GiB"
         ring = (requests + 1) * shape.bytes_per_row() / GIB
         states = (slots + 1) * launch.slot / GIB
         said.append(
@@ -263,27 +326,30 @@ def lines(launch: Launch, memory: float | None, batches: Sequence[int]) -> list[
                 f"({states:.2f} GiB), {memory - ring - states:.2f} GiB left for KV",
             )
         )
-    table = worth.measured()[shape.gate]
+    kind = worth.kind_of(shape)
+    table = worth.measured()[kind]
     measured_state = table["v_heads"] * table["head_dim"] ** 2 * 4
     scale = shape.v_heads * shape.value_dim * shape.key_dim * launch.state_size / measured_state
     for batch in batches:
         ours = buffered_bytes(shape, batch, launch.state_size) * shape.layers
         plain = conventional_bytes(shape, batch, launch.state_size) * shape.layers
-        as_measured = dataclasses.replace(shape, capacity=table["capacity"])
+        as_measured = dataclasses.replace(shape, capacity=table["capacity"], lower_bound=table.get("lower_bound"))
         against_measured = buffered_bytes(shape, batch, launch.state_size) / buffered_bytes(
             as_measured, batch, launch.state_size
         )
-        verdict = worth.at_batch(batch, shape.gate, shape.layers, scale, against_measured)
+        reason = worth.at_batch(batch, kind, shape.layers, scale, against_measured).reason
+        if running is not None and batch > running:
+            reason = f"no: only {running} run at once ({why})"
         said.append(
             (
                 f"batch {batch}",
-                f"{plain / MIB:,.1f} MiB a step without, {ours / MIB:,.1f} with ({ours / plain:.0%}); {verdict.reason}",
+                f"{plain / MIB:,.1f} MiB a step without, {ours / MIB:,.1f} with ({ours / plain:.0%}); {reason}",
             )
         )
     said.append(
         (
             "measured",
-            f"{shape.gate}, {table['k_heads']}/{table['v_heads']} heads of {table['head_dim']}, L = "
+            f"{table['what']}, {table['k_heads']}/{table['v_heads']} heads of {table['head_dim']}, L = "
             f"{table['capacity']}, fp32 state: {worth.measured()['machine']}; other shapes scaled by the bytes of "
             "their state",
         )

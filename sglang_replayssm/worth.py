@@ -7,7 +7,10 @@ import importlib.resources
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from replayssm_kernels.ring import RingShape
 
 # Less than this share of the linear layers' decode, or of a step's time, is lost in what one server shows twice.
 LEAST_SHARE = 0.05
@@ -16,8 +19,17 @@ LEAST_STEP_US = 250.0
 
 @functools.cache
 def measured() -> dict[str, Any]:
-    """The kernels' measurements: per gate kind the shape, the batch sizes, and microseconds per layer and step."""
+    """The kernels' measurements: per kind (see `kind_of`) the shape, the batch sizes, and microseconds per layer and
+    step."""
     return json.loads(importlib.resources.files("sglang_replayssm").joinpath("measured.json").read_text())
+
+
+def kind_of(shape: RingShape) -> str:
+    """Which of the measurements a ring is judged by: the gate kind, and of KDA how its records keep keys.
+
+    A bounded gate whose ring is too long for scaled keys runs the kernel of an unbounded one.
+    """
+    return "kda_bounded" if shape.scaled_keys else shape.gate
 
 
 @dataclass(frozen=True)
@@ -38,19 +50,19 @@ class Verdict:
     reason: str
 
 
-def at_batch(batch: int, gate: str, layers: int, scale: float, against_measured: float = 1.0) -> Verdict:
+def at_batch(batch: int, kind: str, layers: int, scale: float, against_measured: float = 1.0) -> Verdict:
     """Judge one batch size.
 
     Args:
         batch: requests that decode together, from 1.
-        gate: "gdn" or "kda".
+        kind: see `kind_of`.
         layers: linear layers of the model.
         scale: bytes of this model's state per layer over those of the measured shape. Beyond 1 it scales the times; a
             smaller state is not faster in proportion where launches bound it, so below 1 it scales as well, which
             makes the saving small rather than large.
         against_measured: bytes that a buffered step moves with this launch's L over those with the measured one's.
     """
-    table = measured()[gate]
+    table = measured()[kind]
     ours, conventional = (_interpolate(batch, table["batch"], table[name]) for name in ("ours", "conventional"))
     ours *= against_measured
     saved = (conventional - ours) * layers * scale

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.harness import scenarios
+from sglang_replayssm import explain
+from tests.harness import host, scenarios
 from tests.harness.events import Events
 from tests.harness.judge import (
     Exchange,
@@ -196,6 +197,10 @@ def test_variants(server: Server, records: int) -> None:
     events = Events()
     follow_reference(server, one_boundary(server))
     assert events.snapshots() == [(64, records)]
+    # `--explain` knows the gate's bound from the config, the server from its layers: the same ring
+    (state,) = server.server_info()["internal_states"]
+    explained, _ = explain.read(server.model, [*host.server_args(), *server.args])
+    assert state["replayssm"]["ring_bytes"] == 5 * explained.shape.bytes_per_row()
 
 
 def fixed_prompts(server: Server) -> list[Exchange]:

@@ -13,8 +13,9 @@ import torch
 
 from replayssm_kernels.ring import Ring, RingShape
 from replayssm_kernels.traffic import buffered_bytes
-from sglang_replayssm import check, explain, memory_plan, worth
-from tests.harness import tiny
+from sglang_replayssm import arguments, check, explain, memory_plan, worth
+from sglang_replayssm.arguments import FLAG
+from tests.harness import host, tiny
 from tests.plugin import launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,10 +73,11 @@ def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements that stay as they are when the real ones are taken anew."""
-    shape = dict(k_heads=16, v_heads=48, head_dim=128, capacity=16)
+    shape = dict(what="layers", k_heads=16, v_heads=48, head_dim=128, capacity=16)
     gdn = dict(shape, batch=[1, 8, 32, 256], ours=[5.5, 16, 42, 266], conventional=[6.5, 18, 55, 405])
     kda = dict(shape, batch=[8, 256], ours=[28, 284], conventional=[13, 285])
-    monkeypatch.setattr(worth, "measured", lambda: dict(machine="a GPU", gdn=gdn, kda=kda))
+    bounded = dict(shape, lower_bound=-5.0, batch=[8, 256], ours=[9, 100], conventional=[13, 285])
+    monkeypatch.setattr(worth, "measured", lambda: dict(machine="a GPU", gdn=gdn, kda=kda, kda_bounded=bounded))
 
 
 def test_the_27b_shape_is_told_to_use_it_at_large_batches_only(tmp_path: Path, figures: None) -> None:
@@ -107,6 +109,132 @@ def test_kda_is_told_to_leave_it_off(figures: None) -> None:
     assert "slower" in advice["batch 8"] and "no: " in advice["batch 256"]
 
 
+def test_a_bounded_gate_is_judged_by_its_own_measurements(figures: None) -> None:
+    """The bound comes from the model's config; a ring too long for scaled keys runs the kernel of any gate."""
+    said, reasons = read("--attention-backend", "triton", model="ling-v3")
+    assert reasons == [] and said.shape.lower_bound == -5.0 and said.shape.scaled_keys
+    advice = dict(explain.lines(said, None, (8, 256)))
+    assert "slower" not in advice["batch 8"] and "a lower bound of -5" in advice["gate"]
+    large = dataclasses.replace(said, shape=dataclasses.replace(said.shape, layers=40, key_dim=128, value_dim=128))
+    assert "yes: " in dict(explain.lines(large, None, (256,)))["batch 256"]
+    long = read("--attention-backend", "triton", "--linear-replayssm-cache-len", "64", model="ling-v3")[0]
+    assert worth.kind_of(long.shape) == "kda" and "slower" in dict(explain.lines(long, None, (8,)))["batch 8"]
+    # the ratio to the measured ring is that of rings of one kind
+    short = read("--attention-backend", "triton", "--linear-replayssm-cache-len", "8", model="ling-v3")[0]
+    assert worth.kind_of(short.shape) == "kda_bounded"
+    assert "no lower bound" in dict(explain.lines(read(model="kimi-linear")[0], None, (8,)))["gate"]
+
+
+HICACHE = ("--enable-hierarchical-cache", "--hicache-mem-layout", "page_first_direct")
+HICACHE = (*HICACHE, "--hicache-io-backend", "direct", "--hicache-write-policy", "write_through")
+LAZY = ("--mamba-radix-cache-strategy", "extra_buffer_lazy")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("--disable-overlap-schedule",),
+        ("--disable-overlap-schedule", "--page-size", "64"),
+        ("--disable-radix-cache",),
+        NO_BUFFER,
+        NO_BUFFER[:2],
+        (*NO_BUFFER, "--page-size", "64"),
+        LAZY,
+        ("--page-size", "64", "--mamba-track-interval", "100"),
+        HICACHE,
+        (*HICACHE, "--disable-overlap-schedule"),
+        (*HICACHE, "--disable-overlap-schedule", "--page-size", "64"),
+        (*HICACHE, *NO_BUFFER),
+        (*HICACHE, *LAZY),
+        (*HICACHE, "--disable-radix-cache"),
+        (*HICACHE, "--hicache-write-policy", "write_back"),
+        (*HICACHE, "--hicache-host-memory-mode", "buffer_only"),
+        ("--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"),
+        ("--linear-attn-backend", "flashinfer"),
+    ],
+    ids=" ".join,
+)
+def test_the_verdict_on_the_prefix_cache_is_that_of_a_launch(args: tuple[str, ...]) -> None:
+    """Whatever the arguments: refused where SGLang's whole resolution ends with an error, and only there."""
+    try:
+        resolved, error = launch.resolve(FLAG, *args), None
+    except (AssertionError, ValueError, NotImplementedError) as raised:
+        resolved, error = None, " ".join(str(raised).split())
+    said, reasons = explain.read(str(tiny.build("qwen3-next-deep")), [*host.server_args(), *args])
+    assert bool(reasons) == (error is not None), (reasons, error)
+    if error is None:
+        strategy = launch.resolved(resolved, "mamba_radix_cache_strategy")
+        assert said.strategy == ("no prefix cache" if "--disable-radix-cache" in args else strategy)
+    elif error:
+        assert any(reason.removeprefix("SGLang itself refuses this launch: ") in error for reason in reasons)
+    else:  # a bare assertion: its line says more than SGLang does
+        assert "view.mamba_track_interval % view.page_size == 0" in reasons[0]
+
+
+def test_a_machine_without_a_gpu_explains_a_launch_on_one_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's checks of extra_buffer begin with the platform; what is decided does not depend on it."""
+    monkeypatch.setattr("sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer", lambda: False)
+    said, reasons = read("--disable-overlap-schedule", "--page-size", "64")
+    assert reasons == [] and said.strategy == "extra_buffer"
+    assert "hierarchical cache and no_buffer" in read(*HICACHE, "--disable-overlap-schedule")[1][0]
+    assert "no_buffer only supports page_size=1" in read(*NO_BUFFER, "--page-size", "64")[1][0]
+
+
+def test_a_configuration_file_counts_as_sglang_counts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its values, unless the command line says otherwise."""
+    file = tmp_path / "launch.yaml"
+    file.write_text("linear-replayssm-cache-len: 8\nenable-linear-replayssm: true\ndisable-overlap-schedule: true\n")
+    said, reasons = read("--config", str(file))
+    assert reasons == [] and said.shape.capacity == 8 and said.strategy == "no_buffer"
+    assert read("--config", str(file), "--linear-replayssm-cache-len", "4")[0].shape.capacity == 4
+    file.write_text("enable-mis: true\n")
+    folder = str(tiny.build("qwen3-next-deep"))
+    assert check.main(["--explain", folder, "--device", "cpu", "--config", str(file)]) == 1
+    assert "drop --enable-mis" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        (arguments.DISABLE_ENV, "1", "SGLANG_REPLAYSSM_DISABLE switches the plugin off: unset it"),
+        ("SGLANG_PLUGINS", "other", "SGLANG_PLUGINS=other leaves the plugin out: add 'replayssm' to it"),
+    ],
+)
+def test_a_launch_without_the_plugin_is_not_explained_as_one_with_it(
+    name: str, value: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert check.main(["--explain", str(tiny.build("qwen3-next-deep")), "--device", "cpu"]) == 1
+    text = capsys.readouterr().out
+    assert text.count("FAIL") == 1 and sentence in text
+    assert "yes: " not in text and "batch" not in text
+
+
+def test_a_sglang_that_does_not_fit_is_not_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    monkeypatch.delattr(ModelRunner, "forward")
+    assert check.main(["--explain", str(tiny.build("qwen3-next-deep")), "--device", "cpu"]) == 1
+    text = capsys.readouterr().out
+    assert "ModelRunner.forward" in text and "batch" not in text
+
+
+def test_a_batch_that_never_runs_is_not_advised(figures: None) -> None:
+    """More requests than --max-running-requests, or than the memory holds, do not decode together."""
+    said = read("--max-running-requests", "16")[0]
+    advice = dict(explain.lines(said, None, (16, 17)))
+    assert "at once" not in advice["batch 16"]
+    assert advice["batch 17"].endswith("no: only 16 run at once (--max-running-requests)")
+    said = read()[0]
+    requests = explain.fit(said, 0.2)[1]
+    advice = dict(explain.lines(said, 0.2, (requests, requests + 1)))
+    assert "at once" not in advice[f"batch {requests}"]
+    assert advice[f"batch {requests + 1}"].endswith(f"no: only {requests} run at once (0.2 GiB)")
+
+
 def test_the_state_dtype_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     wide, narrow = read()[0], read("--mamba-ssm-dtype", "bfloat16")[0]
     assert (wide.state_size, narrow.state_size) == (4, 2)
@@ -121,7 +249,7 @@ def test_a_refused_launch_is_a_failure_that_says_what_to_change(capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("given", "sentence"),
     [
         (["/no/such/folder"], "is neither a folder nor a file here"),
         (["{empty}"], "holds no config.json"),
@@ -131,19 +259,26 @@ def test_a_refused_launch_is_a_failure_that_says_what_to_change(capsys: pytest.C
         (["{good}", "--no-such-argument"], "unrecognized arguments: --no-such-argument"),
         (["{good}", "--page-size", "many"], "invalid int value: 'many'"),
         (["{good}", "--model-path", "other"], "named once"),
+        (["{good}", "--config"], "No config file specified"),
+        (["{good}", "--config", "{broken}"], "must be YAML"),
+        (["{good}", "--config", "{listed}"], "must contain a dictionary"),
+        (["{good}", "--config", "/no/such.yaml"], "not found: /no/such.yaml"),
+        (["{good}", "--config={listed}"], "`--config FILE` only"),
         (["{good}", "--memory-gib", "0.00001"], "give --memory-gib at least"),
     ],
 )
 def test_bad_input_is_one_error(
-    arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    given: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").write_text("{")
+    (tmp_path / "listed.yaml").write_text("- a\n")
     dense = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, num_attention_heads=4)
     launch.config_folder(tmp_path / "dense", **dense, num_hidden_layers=2, intermediate_size=64, vocab_size=320)
     launch.config_folder(tmp_path / "unknown", architectures=["NoSuchModel"], model_type="no-such-type")
     places = {name: tmp_path / name for name in ("empty", "broken", "dense", "unknown")}
-    filled = [argument.format(good=tiny.build("qwen3-next-deep"), **places) for argument in arguments]
+    places |= {"listed": tmp_path / "listed.yaml", "good": tiny.build("qwen3-next-deep")}
+    filled = [argument.format(**places) for argument in given]
     assert check.main(["--explain", *filled]) == 2
     seen = capsys.readouterr()
     assert seen.out == ""
@@ -174,12 +309,11 @@ def test_the_data_is_what_the_document_says() -> None:
     """docs/measurements.md is where figures are kept for people; measured.json must not drift from it."""
     text = (ROOT / "docs" / "measurements.md").read_text()
     rows = [_cells(line) for line in text.splitlines()]
-    gdn = worth.measured()["gdn"]
-    for name, values in (("batch", "batch"), ("ours", "ours"), ("SGLang packed decode", "conventional")):
-        assert [name, *map(_number, gdn[values])] in rows
-    kda = worth.measured()["kda"]
-    words = set(re.findall(r"\d+(?:\.\d+)?", text))
-    assert {_number(value) for name in ("batch", "ours", "conventional") for value in kda[name]} <= words
+    for kind, of in (("gdn", ""), ("kda", ", any gate"), ("kda_bounded", ", bounded gate")):
+        table = worth.measured()[kind]
+        for name, values in (("batch", "batch"), (f"ours{of}", "ours"), (f"SGLang packed decode{of}", "conventional")):
+            assert [name, *map(_number, table[values])] in rows
+    assert f"`--lower-bound {_number(worth.measured()['kda_bounded']['lower_bound'])}`" in text
     assert worth.measured()["machine"].split(",")[0].split()[-1] in text
 
 

@@ -21,6 +21,7 @@ REQUIRED_ENV = "SGLANG_REPLAYSSM_REQUIRED"
 # The untested release that the launcher warned of, inherited likewise: one warning per launch, not one per process.
 WARNED_ENV = "SGLANG_REPLAYSSM_WARNED"
 U_DTYPE_ENV = "SGLANG_REPLAYSSM_U_DTYPE"
+DIRECT_BATCH_ENV = "SGLANG_REPLAYSSM_DIRECT_BATCH"
 MAX_CAPACITY = 64
 FLAG = "--enable-linear-replayssm"
 # Accepted architectures by gate kind. Each shares its linear layers, their backend and pools with a
@@ -138,6 +139,16 @@ def u_dtype_name() -> str:
     return name
 
 
+def direct_batch() -> int | None:
+    """Largest batch whose decode steps write the state themselves; None for what was measured to be faster."""
+    text = os.environ.get(DIRECT_BATCH_ENV, "")
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"{DIRECT_BATCH_ENV}={text!r}: set it to a batch size, 0 for never, or unset it.")
+    return int(text)
+
+
 def extra_buffer() -> bool:
     """Whether the published configuration keeps prefixes in the default way, with track slots beside requests."""
     from sglang.srt.runtime_context import get_exec, get_memory
@@ -190,7 +201,7 @@ def refusals(view: Any, architectures: list[str], gate: str | None) -> list[str]
                     f"--enable-hierarchical-cache, or drop {FLAG}."
                 )
     found.extend(_device_refusals(view.device))
-    for setting in (u_dtype_name, policy_from_environment):
+    for setting in (u_dtype_name, direct_batch, policy_from_environment):
         try:
             setting()
         except ValueError as error:

@@ -57,7 +57,13 @@ def build_hybrid_req_pool(original: Original, configurator: Any, **kwargs: Any) 
     if arguments.requested():
         shape = memory_plan.ring_shape(configurator, rows=pool.req_to_token.shape[0])
         memory_plan.require_reserved(configurator, shape)
-        ring = RequestRing(shape, pool, configurator.device, count=operator_hooks.metrics_enabled())
+        ring = RequestRing(
+            shape,
+            pool,
+            configurator.device,
+            count=operator_hooks.metrics_enabled(),
+            direct_batch=arguments.direct_batch(),
+        )
         setattr(pool, ATTRIBUTE, ring)
         policy = policy_from_environment()
         if policy is not None and arguments.extra_buffer():

@@ -6,7 +6,7 @@ Who owns what, and when it changes hands:
     slot             SGLang's MambaPool allocator        exact whenever anyone but the running request reads it
     request row      SGLang's ReqToTokenPool             at allocation: its generation moves, `_claim_rows` sees it
     records of a row the request that holds the row      dropped with the row; a fold turns them into the slot's state
-    checkpoint[row]  this class, on the forward stream   set after an extend, moved by folds
+    checkpoint[row]  this class, on the forward stream   set after an extend, moved by folds and direct steps
 
 Everything is launched on the stream that is current when SGLang calls us, which is the forward stream, so a reset
 can not be overtaken by the previous owner's last step (it was launched earlier on the same stream).
@@ -21,6 +21,7 @@ import torch
 
 from replayssm_kernels.cursors import Counters, StepPlan, mark_fresh, plan_forced_fold, plan_step
 from replayssm_kernels.decode import decode
+from replayssm_kernels.launch_shapes import direct_batch as measured_direct_batch
 from replayssm_kernels.materialise import materialise
 from replayssm_kernels.ring import Ring, RingShape
 from sglang_replayssm.agreement import Agreement
@@ -51,6 +52,8 @@ class RequestRing:
         pool: the request pool whose rows key the ring; its MambaPool holds the slots.
         device: where the pool lives.
         count: count what the cursors do, for SGLang's metrics.
+        direct_batch: decode steps of up to so many entries, padding included, write the state themselves and leave
+            nothing pending; None takes what was measured to be faster.
 
     Raises:
         ValueError: the shape is outside what the kernels are tested for.
@@ -58,7 +61,13 @@ class RequestRing:
     """
 
     def __init__(
-        self, shape: RingShape, pool: HybridReqToTokenPool, device: str | torch.device, *, count: bool = False
+        self,
+        shape: RingShape,
+        pool: HybridReqToTokenPool,
+        device: str | torch.device,
+        *,
+        count: bool = False,
+        direct_batch: int | None = None,
     ) -> None:
         shape.validate()
         size = shape.bytes_per_row() * shape.rows
@@ -82,6 +91,9 @@ class RequestRing:
         self.reporter = Reporter(self) if count else None
         self.state: torch.Tensor = cache.temporal
         self.conv: torch.Tensor = cache.conv[0]
+        self.direct_batch = (
+            measured_direct_batch(shape, self.state.element_size()) if direct_batch is None else direct_batch
+        )
         self.layer_index: dict[int, int] = dict(pool.mamba_map)
         self.last_layer_id = max(self.layer_index, key=self.layer_index.__getitem__)
         self.graph_track_masks: dict[int, torch.Tensor | None] = {}  # by captured batch size; see hooks.py
@@ -120,6 +132,7 @@ class RequestRing:
             "u_dtype": str(shape.u_dtype).removeprefix("torch."),
             "ring_rows": shape.rows,
             "ring_bytes": self.ring_bytes,
+            "direct_batch": self.direct_batch,
             "host_tier": self.host_tier,
             "metrics": self.counters is not None,
         }
@@ -169,10 +182,13 @@ class RequestRing:
     ) -> None:
         """Once per decode forward, before the first layer: cursors, lists, and the folds that are due.
 
+        B, padding included, says whether the step is direct; `decode_layer` sees the same B.
+
         Args: [B] device vectors: request rows, token counts with this step's token, slots (-1 padding), track
             mask and destination slots (-1 none) or None where nothing tracks.
         """
-        plan_step(self.ring, self.plan, rows, seq_lens, slots, track_mask, track_slots, self.counters)
+        direct = rows.shape[0] <= self.direct_batch
+        plan_step(self.ring, self.plan, rows, seq_lens, slots, track_mask, track_slots, self.counters, direct=direct)
         materialise(self.state, self.ring, self.plan.fold)
 
     def disarm(self, batch_size: int) -> None:
@@ -192,7 +208,7 @@ class RequestRing:
         slots: torch.Tensor,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """One layer's buffered decode: output [B, HV, V] in mixed_qkv's dtype; appends one record per row.
+        """One layer's decode: output [B, HV, V] in mixed_qkv's dtype; appends one record per row, or writes the state.
 
         Args: as `replayssm_kernels.decode.decode`.
         """
@@ -211,6 +227,7 @@ class RequestRing:
             rows,
             pending,
             scale,
+            direct=mixed_qkv.shape[0] <= self.direct_batch,
         )
 
     def snapshot(self) -> None:

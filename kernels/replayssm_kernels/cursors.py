@@ -6,15 +6,19 @@
     fold      list (row, slot -> slot, upto = pending); then checkpoint[row] := n and pending := 0
     snapshot  list (row, slot -> track slot, upto = pending + 1): this step's own record included
 
+A *direct* step leaves the ring empty: every entry with pending records is due, decode writes the state itself, and the
+checkpoint moves to seq_len. On small batches that is faster than replaying, and steps of both kinds may follow each
+other on a row.
+
 A verify step writes T records behind the pending ones, and acceptance is nothing but the next step's seq_len: the
 records of rejected drafts lie at and beyond the new pending count and are written over. A track boundary inside the
 accepted run is known only then: `plan_snapshot` lists it.
 
 The only cursor is the *position of the checkpoint*. It moves when a fold is listed, when an extend ends
-(`plan_forced_fold`) or when `set_checkpoint` is called, never because a step ran. So a step one too many or a
-rollback needs no correction, and a row that was handed on without `mark_fresh` is detected (its pending count
-is out of range) instead of silently decoding from someone else's records. A FRESH row starts wherever its
-first forward starts, with nothing pending.
+(`plan_forced_fold`), with a direct step, or when `set_checkpoint` is called, never because a buffered step ran. So a
+buffered step one too many or a rollback needs no correction, and a row that was handed on without `mark_fresh` is
+detected (its pending count is out of range) instead of silently decoding from someone else's records. A FRESH row
+starts wherever its first forward starts, with nothing pending.
 
 `pending` after `plan_step`, per batch entry:
 
@@ -24,6 +28,7 @@ first forward starts, with nothing pending.
                has a new owner), decode writes NaN and appends nothing, a snapshot that was asked for is NaN
     PAD    -2  padding: slot < 0, row 0, an INERT row or no token (T < 1: a request that has finished). Output
                rows are zeros, nothing else is touched
+    DIRECT -3  nothing to replay; decode must write the state, and is NaN where it was not told to
 
 Bytes per step: about 40 per batch entry, one program; lists keep the batch order. Graph-capturable: no host
 synchronisation. A listed fold has already moved the checkpoint, so `materialise` must run on the list before
@@ -42,10 +47,12 @@ from .ring import FRESH, INERT, PADDING_ROW, POISON, Ring
 
 FAULT = -1
 PAD = -2
+DIRECT = -3
 
 _BLOCK = 1024
 _FAULT = tl.constexpr(FAULT)
 _PAD = tl.constexpr(PAD)
+_DIRECT = tl.constexpr(DIRECT)
 _PADDING_ROW = tl.constexpr(PADDING_ROW)
 _INERT = tl.constexpr(INERT)
 _FRESH = tl.constexpr(FRESH)
@@ -175,7 +182,7 @@ def _plan_step_kernel(
     checkpoint, faults, rows, seq_lens, widths, slots, track_mask, track_slots,
     pending, fold_count, fold, snapshot_count, snapshot, totals,
     batch, num_rows, fold_capacity, snapshot_capacity,
-    L: tl.constexpr, MAX_WIDTH: tl.constexpr, WIDE: tl.constexpr, TRACK: tl.constexpr,
+    L: tl.constexpr, MAX_WIDTH: tl.constexpr, WIDE: tl.constexpr, IS_DIRECT: tl.constexpr, TRACK: tl.constexpr,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     folds = 0
@@ -205,19 +212,22 @@ def _plan_step_kernel(
             dst = tl.load(track_slots + i, mask=inside, other=-1).to(tl.int32)
             tracked = live & (tl.load(track_mask + i, mask=inside, other=0) != 0) & (dst >= 0)
             good = good & ((dst != slot) | (tracked == 0))
-        due = good & (count + width > L)
+        due = good & ((count > 0) if IS_DIRECT else (count + width > L))
         folds = _append(fold, fold_capacity, due, folds, row, slot, slot, count)
-        tl.store(checkpoint + row, tl.where(good, n, _POISON), mask=due | (known & (good == 0)))
-        left = tl.where(good, tl.where(due, 0, count), tl.where(live, _FAULT, _PAD))
+        moves = good if IS_DIRECT else due
+        stands_now = n + 1 if IS_DIRECT else n
+        tl.store(checkpoint + row, tl.where(good, stands_now, _POISON), mask=moves | (known & (good == 0)))
+        replayed = tl.where(due, 0, count)
+        left = tl.where(good, _DIRECT if IS_DIRECT else replayed, tl.where(live, _FAULT, _PAD))
         tl.store(pending + i, left, mask=inside)
         if COUNT:
             bins = tl.arange(0, BINS)
-            seen = tl.histogram(tl.where(good, left, L), BINS)
+            seen = tl.histogram(tl.where(good, replayed, L), BINS)
             tl.atomic_add(totals + _HISTOGRAM + bins, seen.to(tl.int64), mask=(bins < L) & (seen > 0))
         if TRACK:
             # A faulty entry asks for upto = -1, which materialises NaN: the destination must not keep an
             # older state.
-            upto = tl.where(good, left + 1, _FAULT)
+            upto = tl.where(good, 0 if IS_DIRECT else left + 1, _FAULT)
             taken = tracked & (dst != slot)
             snapshots = _append(snapshot, snapshot_capacity, taken, snapshots, row, slot, dst, upto)
         bad += tl.sum((live & (good == 0)).to(tl.int32), 0)
@@ -332,6 +342,7 @@ def plan_step(
     track_slots: torch.Tensor | None = None,
     counters: Counters | None = None,
     widths: torch.Tensor | None = None,
+    direct: bool = False,
 ) -> None:
     """Plan one decode or verify forward of B entries in one launch; fills `plan` and moves the checkpoint of the
     rows due for a fold.
@@ -347,6 +358,7 @@ def plan_step(
         counters: where to count what is planned, or None.
         widths: [B] int32 or int64, how many tokens the step brings to each entry, up to the ring's max_width; None
             for one each. Not together with track_mask: see `plan_snapshot`.
+        direct: the step's decode writes the state; not together with widths.
 
     Next the caller runs `materialise(state, ring, plan.fold)` before the first layer, `decode` or `verify` with
     `plan.pending` in every layer, and `materialise(state, ring, plan.snapshot)` after the last. Raises
@@ -356,6 +368,8 @@ def plan_step(
     _check_vectors(batch, rows=rows, seq_lens=seq_lens, slots=slots)
     if widths is not None:
         _check_vectors(batch, widths=widths)
+        if direct:
+            raise ValueError("a step with widths is never direct")
         if track_mask is not None:
             raise ValueError("a step with widths has its snapshots planned after acceptance, by plan_snapshot")
     if batch > plan.pending.shape[0]:
@@ -373,7 +387,7 @@ def plan_step(
         plan.pending, fold.count, fold.entries, snapshot.count, snapshot.entries,
         counters.totals if counters else None,
         batch, ring.shape.rows, fold.max_entries, snapshot.max_entries,
-        L=ring.shape.capacity, MAX_WIDTH=ring.shape.max_width, WIDE=widths is not None, TRACK=track,
+        L=ring.shape.capacity, MAX_WIDTH=ring.shape.max_width, WIDE=widths is not None, IS_DIRECT=direct, TRACK=track,
         BLOCK=_block(ring), COUNT=counters is not None,
         BINS=max(_LEAST_BINS, triton.next_power_of_2(ring.shape.capacity + 1)),
     )  # fmt: skip

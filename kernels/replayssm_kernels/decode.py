@@ -1,5 +1,8 @@
 """Buffered decode: one token per request from checkpoint and pending records; the state is not written.
 
+A direct step is the same without records: nothing is pending, and the program that read rows of the state writes them,
+S e^G + u k^T, in place. It moves twice the state's bytes, and is faster where a step is all latency (small batches).
+
 For one v-head with checkpoint S (V x K), p pending records (u_j, k_j, g_j) and this token's q, k, v, g, beta:
 
     G   = g + sum_j g_j                  log-decay since the checkpoint    (g: a number for GDN, a K-vector for KDA,
@@ -37,9 +40,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .cursors import PAD
-from .gates import GDN, KDA, RECORDS, SCALED, exp_careful, gate_constant, log_decay
-from .launch_shapes import DecodeConfig, choose_config
+from .cursors import DIRECT, PAD
+from .gates import GDN, KDA, RECORDS, SCALED, exp_careful, exp_decay, gate_constant, log_decay
+from .launch_shapes import DecodeConfig, choose_config, choose_direct_config
 from .replay import (
     dot_chunks,
     load_block,
@@ -51,10 +54,12 @@ from .replay import (
     replay_kda,
     replay_scaled,
     times,
+    times_exp,
 )
 from .ring import GROUP, STATE_DTYPES, Ring
 
 _PAD = tl.constexpr(PAD)
+_DIRECT = tl.constexpr(DIRECT)
 _GDN = tl.constexpr(GDN)
 _KDA = tl.constexpr(KDA)
 _SCALED = tl.constexpr(SCALED)
@@ -66,11 +71,11 @@ def _decode_kernel(
     mixed_qkv, a, b, A_log, dt_bias, out, state, ring_u, ring_k, ring_g, slots, rows, pending, scale, lower_bound,
     s_qkv, s_a, s_b, s_state, s_u, s_k, s_g,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    GATE: tl.constexpr, BOUNDED: tl.constexpr,
+    GATE: tl.constexpr, BOUNDED: tl.constexpr, IS_DIRECT: tl.constexpr,
     RB: tl.constexpr, CH: tl.constexpr, BV: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     NC: tl.constexpr = K // CH
-    NB: tl.constexpr = (L + RB - 1) // RB
+    NB: tl.constexpr = 0 if IS_DIRECT else (L + RB - 1) // RB
     TILES: tl.constexpr = V // SPLIT // BV
     PER_KEY: tl.constexpr = HV // H
     i_split = tl.program_id(0)
@@ -84,7 +89,8 @@ def _decode_kernel(
     slot = tl.load(slots + i_n).to(tl.int64)
     p = tl.load(pending + i_n)
     p_out = out + (i_n * HV + i_hv) * V + v0 + ov
-    if (slot < 0) | (p < 0) | (p >= L):
+    misplaced = p != _DIRECT if IS_DIRECT else (p < 0) | (p >= L)
+    if (slot < 0) | misplaced:
         # Padding gives zeros; anything else without a place in the ring is a fault and must be seen.
         fill = tl.where((slot < 0) | (p == _PAD), 0.0, float("nan"))
         for i in range(TILES):
@@ -103,7 +109,7 @@ def _decode_kernel(
     if NB == 1:
         loaded = load_block(0, p, p_key, p_g, K, RB, NC, CH, GATE)
     newest = ()  # gate sums of the newest record: where this token's own sum starts
-    if GATE != _GDN:
+    if GATE != _GDN and not IS_DIRECT:
         grows = p > 0 if GATE == _SCALED else p % _GROUP != 0
         for c in tl.static_range(NC):
             newest = newest + (tl.load(p_g + (p - 1) * K + c * CH + oc, mask=(oc >= 0) & grows, other=0.0),)
@@ -130,7 +136,14 @@ def _decode_kernel(
             x = tl.load(a + i_n * s_a + channel).to(tl.float32) + tl.load(dt_bias + channel).to(tl.float32)
             g = g + (log_decay(x, rate, lower_bound, BOUNDED),)
 
-    if GATE == _GDN:
+    if IS_DIRECT:
+        if GATE == _GDN:
+            zq = times(q, tl.exp(g), NC)
+            zk = times(k, tl.exp(g), NC)
+        else:
+            zq = times_exp(q, g, NC)
+            zk = times_exp(k, g, NC)
+    elif GATE == _GDN:
         score_q, score_k, zq, zk = replay_gdn(loaded, q, k, g, p, p_key, p_g, K, NB, RB, NC, CH)
         u_scale = k_norm
     elif GATE == _KDA:
@@ -156,9 +169,15 @@ def _decode_kernel(
             o += tl.sum(u_old * score_q[n][:, None], 0)
         u = beta * (tl.load(p_v + i * BV).to(tl.float32) - hk)
         tl.store(p_out + i * BV, (o + u * qk).to(out.dtype.element_ty))
-        tl.store(p_u + p * V + i * BV + ov, (u * u_scale).to(ring_u.dtype.element_ty))
+        if IS_DIRECT:
+            for c in tl.static_range(NC):
+                fade = tl.exp(g) if GATE == _GDN else exp_decay(g[c])[None, :]
+                new = tile[c].to(tl.float32) * fade + u[:, None] * k[c][None, :]
+                tl.store(p_state + i * (BV * K) + c * CH, new.to(state.dtype.element_ty))
+        else:
+            tl.store(p_u + p * V + i * BV + ov, (u * u_scale).to(ring_u.dtype.element_ty))
 
-    if i_split == 0:
+    if i_split == 0 and not IS_DIRECT:
         if GATE == _GDN:
             tl.store(p_g + p, g)
         else:
@@ -239,13 +258,16 @@ def decode(
     scale: float,
     out: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
+    direct: bool = False,
 ) -> torch.Tensor:
-    """One buffered decode step of one layer; appends one record per live entry and leaves the state untouched.
+    """One decode step of one layer. Buffered: appends one record per live entry and leaves the state untouched.
+    Direct: writes the state of every live entry and leaves the ring untouched.
 
     Args: shapes as in the table at the top of this file; for KDA a [B, HV, K] and dt_bias [HV, K] are taken as well.
         slots, rows: [B] int32 or int64.
         pending: [>= B] int32 from `plan_step`, after which the rows due for a fold must have been materialised.
         scale: usually K ** -0.5.
+        direct: as the `plan_step` of this step was told.
     Returns: out [B, HV, V]: zeros for padding, NaN for faulty entries.
     Raises: ValueError for shapes that do not fit the ring.
     """
@@ -261,14 +283,15 @@ def decode(
         return out
     u, k, g = ring.layers[layer]
     gate = gate_constant(s)
-    block_v, split, warps, stages = config or choose_config(
-        batch * s.v_heads, gate, state_layer.element_size(), s.key_dim, s.value_dim, s.capacity
-    )
+    if config is None:
+        shape_of = choose_direct_config if direct else choose_config
+        config = shape_of(batch * s.v_heads, gate, state_layer.element_size(), s.key_dim, s.value_dim, s.capacity)
+    block_v, split, warps, stages = config
     _decode_kernel[(split, s.v_heads, batch)](
         mixed_qkv, a, b, A_log, dt_bias, out, state_layer, u, k, g, slots, rows, pending, scale, s.lower_bound or 0.0,
         mixed_qkv.stride(0), a.stride(0), b.stride(0), state_layer.stride(0), u.stride(0), k.stride(0), g.stride(0),
         H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity,
-        GATE=gate, BOUNDED=s.lower_bound is not None,
+        GATE=gate, BOUNDED=s.lower_bound is not None, IS_DIRECT=direct,
         RB=min(RECORDS, max(4, triton.next_power_of_2(s.capacity))), CH=min(32, s.key_dim),
         BV=block_v, SPLIT=split, STAGES=stages, num_warps=warps, num_stages=1,
     )  # fmt: skip

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .gates import GDN, INTERPRETED, KDA, RECORDS, SCALED
+from .gates import GDN, INTERPRETED, KDA, RECORDS, SCALED, gate_constant
+from .ring import RingShape
 
 
 class DecodeConfig(NamedTuple):
@@ -64,6 +65,9 @@ _TABLE: dict[tuple[int, int], tuple[tuple[int, DecodeConfig], ...]] = {  # by ga
     ),
 }
 
+_DIRECT_PAIRS = {(GDN, 4): 48, (KDA, 4): 64, (SCALED, 4): 32, (GDN, 2): 0, (KDA, 2): 0, (SCALED, 2): 0}
+"""Up to so many (request, v-head) pairs a direct step is the faster one."""
+
 
 def swept(gate: int, state_size: int) -> list[DecodeConfig]:
     """Every launch shape of the table for a GATE constant and the bytes of a state element."""
@@ -91,17 +95,40 @@ def choose_config(pairs: int, gate: int, state_size: int, key_dim: int, value_di
     return DecodeConfig(block_v, min(split, value_dim // block_v), warps, stages)
 
 
+def choose_direct_config(
+    pairs: int, gate: int, state_size: int, key_dim: int, value_dim: int, capacity: int
+) -> DecodeConfig:
+    """Launch shape of a direct step; args as `choose_config`. Such steps are for small batches: many small programs."""
+    if INTERPRETED:
+        return DecodeConfig(block_v=value_dim, split=1, warps=1, stages=1)
+    block_v = min(8, value_dim)
+    return DecodeConfig(block_v, value_dim // block_v, 1 if key_dim <= 128 else 2, 1)
+
+
+def direct_batch(shape: RingShape, state_size: int) -> int:
+    """The largest batch at which a direct step is faster than a buffered one; 0 for never.
+
+    Args: the ring's shape; bytes of a state element.
+    """
+    if INTERPRETED:
+        return 0
+    return _DIRECT_PAIRS[gate_constant(shape), 4 if state_size == 4 else 2] // shape.v_heads
+
+
 def choose_verify_config(
     pairs: int, gate: int, state_size: int, key_dim: int, value_dim: int, max_width: int
 ) -> DecodeConfig:
     """Launch shape of verify for `pairs` = batch x v-heads; other args as `choose_config`, max_width of the ring.
 
-    Not swept yet. Tiles of 64 rows and four warps give products that take their narrow side from shared memory, which
-    leaves registers for three programs per multiprocessor (GDN); as many programs per head as it takes to fill the GPU.
-    What doesn't hang on V (gates, triangle, products with the records' keys) is done once per program.
+    Swept on one H200 (2026-12-01) for GDN at widths 4 and 8, KDA at width 4 and batches 1 and 8. What doesn't hang on V
+    (gates, triangle, products with the records' keys) is done once per program: one program per head pays off early.
     """
     if INTERPRETED:
         return DecodeConfig(block_v=value_dim, split=1, warps=1, stages=1)
-    block_v = min(64 if key_dim <= 128 else 32, value_dim)
-    split = min(value_dim // block_v, 1 if pairs >= 600 else 2)
-    return DecodeConfig(block_v, split, warps=4, stages=2)
+    if gate == GDN:
+        block_v = min(32, value_dim)
+        split, warps, stages = (1, 2, 3) if pairs >= 200 else (4, 2, 1)
+    else:
+        block_v = min(128 if key_dim <= 128 else 32, value_dim)
+        split, warps, stages = 1, 8 if pairs < 100 else 4, 1
+    return DecodeConfig(block_v, min(split, value_dim // block_v), warps, stages)

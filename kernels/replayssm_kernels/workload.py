@@ -74,6 +74,7 @@ class Workload:
 
     width: tokens that a step brings to each request: 1 is plain decode, more a verify step, of which `accepted` are
     committed. The inputs are those of batch * width tokens, a request's tokens next to each other.
+    direct: every step writes the state (plain decode only).
     stagger spreads the requests over the ring, so that as many rows fold in every step as in serving (one in `turn`);
     otherwise all start with an empty ring and `reference` starts from `state`.
     """
@@ -91,10 +92,11 @@ class Workload:
         config: DecodeConfig | None = None,
         width: int = 1,
         accepted: int = 1,
+        direct: bool = False,
     ) -> None:
         device = torch.device(device)
         self.shape, self.batch, self.config = shape, batch, config
-        self.width, self.accepted = width, accepted
+        self.width, self.accepted, self.direct = width, accepted, direct
         self.turn = (shape.capacity - width) // accepted + 1
         """Steps from one fold of a request to its next."""
         self.inputs = Inputs(shape, batch * width, device, seed, out_dtype)
@@ -119,7 +121,15 @@ class Workload:
         x = self.inputs
         wide = self.shape.max_width > 1
         self.lens.add_(self.width)
-        plan_step(self.ring, self.plan, self.rows, self.lens, self.slots, widths=self.widths if wide else None)
+        plan_step(
+            self.ring,
+            self.plan,
+            self.rows,
+            self.lens,
+            self.slots,
+            widths=self.widths if wide else None,
+            direct=self.direct,
+        )
         materialise(self.state, self.ring, self.plan.fold)
         for layer in range(self.shape.layers):
             given = x.mixed_qkv[layer], x.a[layer], x.b[layer], x.A_log[layer], x.dt_bias[layer], self.state[layer]
@@ -127,7 +137,7 @@ class Workload:
             if wide:
                 verify(*given, self.ring, layer, *entries, self.starts, self.widths, x.scale, x.out[layer], self.config)
             else:
-                decode(*given, self.ring, layer, *entries, x.scale, x.out[layer], self.config)
+                decode(*given, self.ring, layer, *entries, x.scale, x.out[layer], self.config, self.direct)
         if self.accepted != self.width:
             self.lens.sub_(self.width - self.accepted)
         return x.out

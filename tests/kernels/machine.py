@@ -109,6 +109,7 @@ class Machine:
         self.A_log = self.randn(shape.layers, shape.v_heads) - 1.0
         self.dt_bias = self.randn(shape.layers, shape.v_heads * shape.gate_width)
         self.oracle = [reference.Sequential() for _ in range(shape.layers)]
+        self.direct = False  # whether the steps that come write the state themselves
         self.row: dict[int, int] = {}
         self.slot: dict[int, int] = {}
 
@@ -247,7 +248,8 @@ class Machine:
             mask = torch.tensor([r in track for r in requests], device=DEVICE)
             track_slots = self.ints([track.get(r, -1) for r in requests])
         wide = None if widths is None else self.ints(widths)
-        plan_step(self.ring, self.plan, rows, self.ints(lens), slots, mask, track_slots, widths=wide)
+        direct = self.direct and wide is None
+        plan_step(self.ring, self.plan, rows, self.ints(lens), slots, mask, track_slots, widths=wide, direct=direct)
         materialise(self.state, self.ring, self.plan.fold)
 
     def launch_decode(self, layer: int, requests: list[int], x: Inputs) -> torch.Tensor:
@@ -255,7 +257,7 @@ class Machine:
         slots = self.ints([self.slot.get(r, -1) for r in requests], torch.int32)
         return decode(
             x.mixed_qkv, x.a, x.b, self.A_log[layer], self.dt_bias[layer], self.state[layer], self.ring,
-            layer, slots, rows, self.plan.pending, self.scale,
+            layer, slots, rows, self.plan.pending, self.scale, direct=self.direct,
         )  # fmt: skip
 
     def launch_verify(

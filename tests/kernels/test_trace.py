@@ -15,7 +15,9 @@ ROWS, SLOTS = 5, 9
 
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["step", "step", "step", "step", "track", "fold", "extend", "finish", "overshoot", "start"]),
+        st.sampled_from(
+            ["step", "step", "step", "step", "direct", "track", "fold", "extend", "finish", "overshoot", "start"]
+        ),
         st.integers(0, 2**16),
     ),
     min_size=5,
@@ -81,7 +83,8 @@ class Server:
         if action == "start" or not self.running:
             return self.start(n)
         request = self.running[n % len(self.running)]
-        if action == "step":
+        m.direct = action == "direct" or (action == "track" and n % 2 == 0)
+        if action in ("step", "direct"):
             m.step(self.batch(n))
         elif action == "track":
             m.step(self.batch(n) if request in self.batch(n) else [request], track={request: SLOTS - 1})

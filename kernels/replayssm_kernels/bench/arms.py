@@ -31,11 +31,11 @@ class Arm(Protocol):
 class Ours:
     """plan_step, the due folds, decode or verify per layer. Arms that differ only in `config` may share a workload."""
 
-    def __init__(self, workload: Workload, config: DecodeConfig | None = None) -> None:
-        self.workload, self.config = workload, config
+    def __init__(self, workload: Workload, config: DecodeConfig | None = None, direct: bool = False) -> None:
+        self.workload, self.config, self.direct = workload, config, direct
 
     def forward(self) -> torch.Tensor:
-        self.workload.config = self.config
+        self.workload.config, self.workload.direct = self.config, self.direct
         return self.workload.forward()
 
 

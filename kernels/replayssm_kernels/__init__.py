@@ -6,6 +6,7 @@ widths, the folds, `verify` in every layer, and after acceptance `plan_snapshot`
 """
 
 from .cursors import (
+    DIRECT,
     FAULT,
     PAD,
     Counters,
@@ -23,6 +24,7 @@ from .ring import FRESH, INERT, POISON, Ring, RingShape
 from .verify import verify
 
 __all__ = [
+    "DIRECT",
     "FAULT",
     "FRESH",
     "INERT",

@@ -57,6 +57,7 @@ def _deep(*args: str, plugin: bool = True, **env: str) -> Config:
 CONFIGS |= {
     "deep-off": _deep(plugin=False),
     "deep-on": _deep(),
+    "deep-on-direct": _deep(*TRACK_64, SGLANG_REPLAYSSM_DIRECT_BATCH="1"),
     "deep-on-128": _deep("--mamba-track-interval", "128", "--chunked-prefill-size", "128"),
     "deep-off-no-buffer": _deep(*NO_BUFFER, plugin=False),
     "deep-on-no-buffer": _deep(*NO_BUFFER),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+FAULT, PAD, DIRECT = -1, -2, -3  # as replayssm_kernels.cursors has them
 PROBE_FOLDER = Path(__file__).parent / "probe"
 _FILE = Path(tempfile.gettempdir()) / f"replayssm-probe-{os.getpid()}.jsonl"
 
@@ -22,7 +23,7 @@ class Event:
     Attributes:
         kind: "decode", "extend" or "hand over" (a slot folded because someone else takes it).
         rows: request rows of the batch; lens: their token counts with this step's tokens.
-        pending: per row, records that the decode step replays (-1 fault, -2 padding).
+        pending: per row, records that the decode step replays (-1 fault, -2 padding, -3 a direct step).
         prefix: per row, tokens before the extend.
         folds, snapshots: (row, source slot, destination slot, number of records).
         mode: SGLang's forward mode of an extend.
@@ -65,8 +66,8 @@ class Events:
         return [event for event in self if event.kind == kind]
 
     def decoded_tokens(self) -> int:
-        """Tokens that went through buffered decode."""
-        return sum(count >= 0 for event in self.of("decode") for count in event.pending)
+        """Tokens that went through the plugin's decode."""
+        return sum(count not in (FAULT, PAD) for event in self.of("decode") for count in event.pending)
 
     def wait_for_decoded_tokens(self, count: int, timeout: float = 60.0) -> None:
         """Return once `count` tokens went through buffered decode; TimeoutError after `timeout` seconds."""

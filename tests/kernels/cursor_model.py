@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from replayssm_kernels import FAULT, FRESH, INERT, PAD, POISON
+from replayssm_kernels import DIRECT, FAULT, FRESH, INERT, PAD, POISON
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Model:
         inert = 0 < row < len(self.checkpoint) and self.checkpoint[row] == INERT
         return slot < 0 or row == 0 or inert
 
-    def step(self, rows, lens, slots, tracks, widths=None) -> None:
+    def step(self, rows, lens, slots, tracks, widths=None, direct=False) -> None:
         self.pending, self.fold, self.snapshot = [], [], []
         for row, length, slot, track, width in zip(rows, lens, slots, tracks, widths or [1] * len(rows), strict=True):
             if self.is_padding(row, slot) or width < 1:
@@ -50,9 +50,15 @@ class Model:
                 if track >= 0 and track != slot:
                     self.snapshot.append((row, slot, track, FAULT))
                 continue
-            if count + width > self.capacity:
+            if count if direct else count + width > self.capacity:
                 self.fold.append((row, slot, slot, count))
                 self.checkpoint[row], count = length - width, 0
+            if direct:
+                self.checkpoint[row] = length
+                self.pending.append(DIRECT)
+                if track >= 0:
+                    self.snapshot.append((row, slot, track, 0))
+                continue
             self.pending.append(count)
             if track >= 0:
                 self.snapshot.append((row, slot, track, count + 1))

@@ -58,7 +58,8 @@ def tensor(values: list[int], dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 1024, 1025, 4096])
 @pytest.mark.parametrize("capacity", [1, 3, 16])
 def test_plan_step_against_the_model(size: int, capacity: int) -> None:
-    """Pending counts, both lists, moved checkpoints and faults; batches beyond one block of the kernel too."""
+    """Pending counts, both lists, moved checkpoints and faults; batches beyond one block of the kernel too; the last
+    step is direct."""
     rng, model, ring = make(capacity, seed=size * 100 + capacity)
     plan = StepPlan.allocate(size, DEVICE)
     for turn in range(3):
@@ -70,8 +71,10 @@ def test_plan_step_against_the_model(size: int, capacity: int) -> None:
             # An entry that is not masked must be ignored whatever its track slot says.
             mask = torch.tensor([t >= 0 or rng.random() < 0.5 for t in tracks], device=DEVICE)
             track_slots = tensor([t if m else 9 for t, m in zip(tracks, mask.tolist(), strict=True)], wide)
-        plan_step(ring, plan, tensor(rows, wide), tensor(lens, narrow), tensor(slots, narrow), mask, track_slots)
-        model.step(rows, lens, slots, tracks)
+        direct = turn == 2
+        entries = tensor(rows, wide), tensor(lens, narrow), tensor(slots, narrow)
+        plan_step(ring, plan, *entries, mask, track_slots, direct=direct)
+        model.step(rows, lens, slots, tracks, direct=direct)
         assert plan.pending.tolist() == model.pending
         assert plan.fold.to_host() == model.fold
         assert plan.snapshot.to_host() == model.snapshot

@@ -9,6 +9,7 @@ import torch
 
 from replayssm_kernels import DecodeConfig, decode, materialise, plan_step, reference
 from replayssm_kernels.bench.__main__ import configs
+from replayssm_kernels.bench.decode import DIRECT_CONFIGS
 from replayssm_kernels.bench.timing import launcher
 from replayssm_kernels.workload import Workload
 from tests.kernels.machine import BOUNDED, DEVICE, GDN, KDA, PADDING, Machine, each_gate, make_shape
@@ -147,6 +148,25 @@ def test_every_launch_shape_of_the_tuner_is_right(gate: dict) -> None:
             out = w.forward()
             o, exact[0], _ = reference.step(exact[0], w.inputs.token(0))
             assert reference.relative_error(out[0], o) <= 1e-5, DecodeConfig(*config)
+
+
+@each_gate
+def test_a_captured_direct_step_replays_exactly(gate: dict) -> None:
+    """One CUDA graph over many direct steps; the states are in the slots all the time. Every shape of the tuner's."""
+    for config in (None, *DIRECT_CONFIGS):
+        shape = make_shape(layers=2, rows=6, **SERVED, **gate)
+        w = Workload(shape, 5, torch.float32, DEVICE, out_dtype=torch.float32, config=config, direct=True)
+        run = launcher(w.forward, DEVICE, graph=True)
+        exact = w.states()
+        for _ in range(6):
+            w.inputs.draw()
+            run()
+            for layer in range(2):
+                o, exact[layer], _ = reference.step(exact[layer], w.inputs.token(layer))
+                assert reference.relative_error(w.inputs.out[layer], o) <= 1e-5, config
+        for state, expected in zip(w.states(), exact, strict=True):
+            assert reference.relative_error(state, expected) <= 1e-5
+        assert w.ring.faults == 0
 
 
 def drafts_error(w: Workload, exact: list[torch.Tensor], out: torch.Tensor) -> float:

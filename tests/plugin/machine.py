@@ -84,6 +84,7 @@ class Sizes:
     state_dtype: torch.dtype = torch.float32
     extra_buffer: bool = False
     overlap: bool = True
+    direct_batch: int = 0
 
 
 def make_pool(sizes: Sizes) -> Any:
@@ -142,7 +143,8 @@ class Machine:
         s = self.sizes
         self.random = torch.Generator().manual_seed(self.seed)
         self.pool = make_pool(s)
-        self.ring = RequestRing(ring_shape(s, self.pool.req_to_token.shape[0]), self.pool, DEVICE)
+        shape = ring_shape(s, self.pool.req_to_token.shape[0])
+        self.ring = RequestRing(shape, self.pool, DEVICE, direct_batch=s.direct_batch)
         setattr(self.pool, ATTRIBUTE, self.ring)
         for tensor in (self.ring.ring.u, self.ring.ring.k, self.ring.ring.g, self.ring.state[:, 1:]):
             tensor.fill_(float("nan"))

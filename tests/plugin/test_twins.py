@@ -52,8 +52,9 @@ def same_cursors(one: tuple[Ring, StepPlan, Any], other: tuple[Ring, StepPlan, A
     assert one[1].pending[:batch].tolist() == other[1].pending[:batch].tolist()
 
 
+@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_decode_step(seed: int) -> None:
+def test_a_decode_step(seed: int, direct: bool) -> None:
     rng, sides = pair(seed)
     rows = torch.tensor(rng.sample(range(5), 4))
     lens = torch.tensor([rng.randrange(10, 17) for _ in range(4)])
@@ -64,12 +65,12 @@ def test_a_decode_step(seed: int) -> None:
     inputs = [torch.randn(4, n, generator=generator) for n in (width, SHAPE.v_heads, SHAPE.v_heads)]
     gates = [torch.randn(SHAPE.v_heads, generator=generator) for _ in range(2)]
     for module, (ring, plan, state) in zip((kernels, twins), sides, strict=True):
-        module.plan_step(ring, plan, rows, lens, slots, mask, tracks)
+        module.plan_step(ring, plan, rows, lens, slots, mask, tracks, direct=direct)
         module.materialise(state, ring, plan.fold)
     same_cursors(*sides, batch=4)
     for layer in range(SHAPE.layers):
         outputs = [
-            module.decode(*inputs, *gates, state[layer], ring, layer, slots, rows, plan.pending, 0.25)
+            module.decode(*inputs, *gates, state[layer], ring, layer, slots, rows, plan.pending, 0.25, direct=direct)
             for module, (ring, plan, state) in zip((kernels, twins), sides, strict=True)
         ]
         same(*outputs)

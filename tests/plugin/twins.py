@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from replayssm_kernels import FAULT, Ring, StepPlan, WorkList
+from replayssm_kernels import DIRECT, FAULT, PAD, Ring, StepPlan, WorkList
 from sglang_replayssm import request_ring
 from tests.kernels.cursor_model import Model
 
@@ -43,12 +43,13 @@ def plan_step(
     track_mask: torch.Tensor | None = None,
     track_slots: torch.Tensor | None = None,
     counters: Any = None,
+    direct: bool = False,
 ) -> None:
     model = _model(ring)
     tracks = [-1] * len(rows)
     if track_mask is not None and track_slots is not None:
         tracks = [int(s) if on else -1 for s, on in zip(track_slots.tolist(), track_mask.tolist(), strict=True)]
-    model.step(rows.tolist(), seq_lens.tolist(), slots.tolist(), tracks)
+    model.step(rows.tolist(), seq_lens.tolist(), slots.tolist(), tracks, direct=direct)
     _keep(ring, model)
     plan.pending[: len(rows)] = torch.tensor(model.pending, dtype=torch.int32)
     _list(plan.fold, model.fold)
@@ -103,6 +104,7 @@ def decode(
     rows: torch.Tensor,
     pending: torch.Tensor,
     scale: float,
+    direct: bool = False,
 ) -> torch.Tensor:
     s = ring.shape
     group, keys = s.v_heads // s.k_heads, s.k_heads * s.key_dim
@@ -113,20 +115,23 @@ def decode(
     gates = -np.exp(A_log.numpy().astype(np.float64)) * step
     betas = 1.0 / (1.0 + np.exp(-b.numpy().astype(np.float64)))
     for i, (row, slot, p) in enumerate(zip(rows.tolist(), slots.tolist(), pending[: len(rows)].tolist(), strict=True)):
-        if p == FAULT:
+        if p == FAULT or (p != PAD and (p == DIRECT) != direct):
             out[i] = np.nan
-        if p < 0:
+        if p == PAD or np.isnan(out[i]).any():
             continue
         raw = x[i, keys : 2 * keys].reshape(s.k_heads, s.key_dim)
         norm = 1.0 / np.sqrt((raw * raw).sum(-1, keepdims=True) + 1e-6)
         q = x[i, :keys].reshape(s.k_heads, s.key_dim)
         q = (q / np.sqrt((q * q).sum(-1, keepdims=True) + 1e-6) * scale).repeat(group, 0)
         k, norm = (raw * norm).repeat(group, 0), norm.repeat(group, 0)
-        before = replayed(state_layer.numpy()[None, slot], _of_layer(ring, layer), row, p)[0]
+        before = replayed(state_layer.numpy()[None, slot], _of_layer(ring, layer), row, max(p, 0))[0]
         before = before * np.exp(gates[i])[:, None, None]
         v = x[i, 2 * keys :].reshape(s.v_heads, s.value_dim)
         u = betas[i][:, None] * (v - (before @ k[..., None])[..., 0])
         out[i] = (before @ q[..., None])[..., 0] + u * (k * q).sum(-1, keepdims=True)
+        if direct:
+            state_layer.numpy()[slot] = before + u[..., None] * k[:, None]
+            continue
         u_rows[row, :, p], k_rows[row, :, p], g_rows[row, :, p] = u * norm, raw, gates[i]
     return torch.from_numpy(out).to(mixed_qkv.dtype)
 

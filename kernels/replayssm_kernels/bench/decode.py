@@ -26,7 +26,7 @@ from .arms import Arm, Ours, accuracy, available_baselines
 from .timing import copy_bandwidth, interleaved, launcher
 
 _MOST_DIRECT = 8  # batches at which direct steps are tried
-_DIRECT_CONFIGS = tuple(
+DIRECT_CONFIGS = tuple(
     DecodeConfig(bv, 128 // bv, w, 1) for bv, w in ((8, 1), (8, 2), (16, 1), (16, 2), (32, 2), (32, 4))
 )
 
@@ -103,7 +103,7 @@ def arms(o: Options, batch: int, layers: int, stagger: bool, shared: bool) -> di
     if o.width == 1 and batch <= _MOST_DIRECT:
         directly = functools.cache(workload) if shared else workload
         made["ours, direct"] = lambda: Ours(directly(), direct=True)
-        for config in _DIRECT_CONFIGS if o.configs else ():
+        for config in DIRECT_CONFIGS if o.configs else ():
             name = f"ours, direct bv{config.block_v} split{config.split} w{config.warps}"
             made[name] = lambda c=config: Ours(directly(), c, direct=True)
     if o.baselines and o.width > 1:

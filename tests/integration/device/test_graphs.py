@@ -27,6 +27,7 @@ def answers() -> dict[str, list[Answer]]:
 
 
 def test_graphs_on_a_server_equal_plain_sglang(answers: dict[str, list[Answer]]) -> None:
+    """A batch of one steps directly (by the table of measured shapes), the batch of three does not."""
     # fp16 logits: measured on an H200 up to 0.012 of log-probability over 300 tokens, where one ulp of a logit is 0.008
     for plain, ours in zip(answers["plain-deep"], answers["plugin-deep"], strict=True):
         assert ours.ids == plain.ids

@@ -22,9 +22,11 @@ def test_decode_smoke(which: list[str], tmp_path: Path, capsys: pytest.CaptureFi
     command.main([*which, "--smoke", "--no-baselines", "--configs", "16,2,1,1", "--json", str(path)])
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert all(r["benchmark"] == which[0] for r in records)
-    assert {(r["arm"], r["batch"]) for r in records} == {
+    assert {(r["arm"], r["batch"]) for r in records if "direct" not in r["arm"]} == {
         (arm, batch) for arm in ("ours", "ours bv16 split2 w1 st1") for batch in (1, 3)
     }
+    assert {r["arm"] for r in records if "direct bv" in r["arm"]} >= {"ours, direct bv16 split2 w1"}
+    assert sum(r["arm"] == "ours, direct" for r in records) == 2
     for r in records:
         assert r["us"] > 0 and r["error"] < 1e-3 and r["us_p10"] <= r["us"] <= r["us_p90"]
     assert "batch 3 ours" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import torch
 
 from replayssm_kernels import DecodeConfig, decode, materialise, plan_step, reference
 from replayssm_kernels.bench.__main__ import configs
-from replayssm_kernels.bench.decode import DIRECT_CONFIGS
+from replayssm_kernels.bench.decode import direct_configs
 from replayssm_kernels.bench.timing import launcher
 from replayssm_kernels.workload import Workload
 from tests.kernels.machine import BOUNDED, DEVICE, GDN, KDA, PADDING, Machine, each_gate, make_shape
@@ -153,7 +153,7 @@ def test_every_launch_shape_of_the_tuner_is_right(gate: dict) -> None:
 @each_gate
 def test_a_captured_direct_step_replays_exactly(gate: dict) -> None:
     """One CUDA graph over many direct steps; the states are in the slots all the time. Every shape of the tuner's."""
-    for config in (None, *DIRECT_CONFIGS):
+    for config in (None, *direct_configs(128)):
         shape = make_shape(layers=2, rows=6, **SERVED, **gate)
         w = Workload(shape, 5, torch.float32, DEVICE, out_dtype=torch.float32, config=config, direct=True)
         run = launcher(w.forward, DEVICE, graph=True)

@@ -26,9 +26,12 @@ from .arms import Arm, Ours, accuracy, available_baselines
 from .timing import copy_bandwidth, interleaved, launcher
 
 _MOST_DIRECT = 8  # batches at which direct steps are tried
-DIRECT_CONFIGS = tuple(
-    DecodeConfig(bv, 128 // bv, w, 1) for bv, w in ((8, 1), (8, 2), (16, 1), (16, 2), (32, 2), (32, 4))
-)
+
+
+def direct_configs(value_dim: int) -> tuple[DecodeConfig, ...]:
+    """Launch shapes that a sweep tries for direct steps: a program per tile."""
+    tiles = ((8, 1), (8, 2), (16, 1), (16, 2), (32, 2), (32, 4))
+    return tuple(DecodeConfig(bv, value_dim // bv, warps, 1) for bv, warps in tiles if bv <= value_dim)
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def arms(o: Options, batch: int, layers: int, stagger: bool, shared: bool) -> di
     if o.width == 1 and batch <= _MOST_DIRECT:
         directly = functools.cache(workload) if shared else workload
         made["ours, direct"] = lambda: Ours(directly(), direct=True)
-        for config in DIRECT_CONFIGS if o.configs else ():
+        for config in direct_configs(o.head_dim) if o.configs else ():
             name = f"ours, direct bv{config.block_v} split{config.split} w{config.warps}"
             made[name] = lambda c=config: Ours(directly(), c, direct=True)
     if o.baselines and o.width > 1:

@@ -1,11 +1,14 @@
-"""Make the metadata of decode forwards and list the operations whose result the host must wait for."""
+"""Make the metadata of decode steps, eager and before a graph replay, and list what the host must wait for."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from patches.outcome import conclude
@@ -19,19 +22,56 @@ NEXT = [2, 0, 0]  # one more record; a track boundary; a full ring
 DATA_DEPENDENT = ("aten._unique", "aten.unique", "aten.nonzero", "aten.masked_select", "aten._local_scalar_dense")
 
 
-class Waits(TorchDispatchMode):
-    """Names of operations on cursors that wait for the device."""
+class Waits(TorchFunctionMode):
+    """Names of operations that wait for the device: those whose result's shape depends on data, and copies.
+
+    All tensors here lie on the CPU, where a copy to the device is no operation. It is known by its call: `to` with a
+    device and without non_blocking, or a tensor made of host data on a device.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self._quiet = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        to = func is torch.Tensor.to and (kwargs.get("device") or any(isinstance(a, (torch.device, str)) for a in args))
+        made = func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None
+        if (made or to) and not kwargs.get("non_blocking") and not self._quiet:
+            self.seen.append("a blocking copy to the device")
+        return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Both kinds are listed inside."""
+        with self, _DataDependent(self.seen):
+            yield
+
+    def enqueued(self, copy: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """`copy`, whose own call of `to` is not counted: with a device it copies from pinned memory."""
+
+        def quietly(*args: Any, **kwargs: Any) -> torch.Tensor:
+            self._quiet = True
+            try:
+                return copy(*args, **kwargs)
+            finally:
+                self._quiet = False
+
+        return quietly
+
+
+class _DataDependent(TorchDispatchMode):
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self._seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         indices = args[1] if name.startswith(("aten.index.", "aten.index_put")) else ()
         by_mask = any(isinstance(i, torch.Tensor) and i.dtype is torch.bool for i in indices)
         if name.startswith(DATA_DEPENDENT) or by_mask:
-            self.seen.append(name)
+            self._seen.append(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -39,6 +79,9 @@ def main() -> None:
     from sglang.srt.layers.attention import hybrid_linear_attn_backend as module
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+    waits = Waits()
+    if hasattr(module, "async_h2d"):
+        module.async_h2d = waits.enqueued(module.async_h2d)
     module.get_exec = lambda: SimpleNamespace(mamba=SimpleNamespace(mamba_track_interval=INTERVAL))
     cursors = torch.zeros(8, dtype=torch.int32)
     rows, slots = torch.tensor([1, 2, 3, 0]), torch.tensor([*SLOTS, 0], dtype=torch.int32)
@@ -73,13 +116,35 @@ def main() -> None:
         extend_seq_lens_cpu=None,
         extend_prefix_lens_cpu=None,
     )
-    cursors[SLOTS] = torch.tensor(CURSORS, dtype=torch.int32)
-    with Waits() as waits:
-        metadata = backend._forward_metadata(batch)
-    assert metadata.replayssm_write_pos[:3].tolist() == CURSORS
-    assert cursors[SLOTS].tolist() == NEXT, f"the cursors advanced to {cursors[SLOTS].tolist()}, expected {NEXT}"
-    names = ", ".join(sorted(set(waits.seen)))
-    conclude(not waits.seen, f"{len(waits.seen)} waits per step" + (f": {names}" if names else ""))
+    tree = ("retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token")
+    for each in ("state_indices", "query_start_loc", *tree):  # static buffers of graphs
+        setattr(backend, f"{each}_list", [])
+    backend._fused_state_indices_ok = False
+    backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4)
+
+    def replay(in_capture: bool) -> Any:
+        return backend._replay_metadata(
+            4, rows.clone(), ForwardMode.DECODE, None, lengths, num_padding=1, in_capture=in_capture
+        )
+
+    def step(make: Callable[[], Any], following: list[int]) -> list[str]:
+        """What one step waits for; its cursors, and those of the step that follows, must be right."""
+        cursors.zero_()
+        cursors[SLOTS] = torch.tensor(CURSORS, dtype=torch.int32)
+        waits.seen.clear()
+        with waits.watching():
+            metadata = make()
+        assert metadata.replayssm_write_pos[:3].tolist() == CURSORS
+        seen = cursors[SLOTS].tolist()
+        assert seen == following, f"the cursors advanced to {seen}, expected {following}"
+        return list(waits.seen)
+
+    eager = step(lambda: backend._forward_metadata(batch), NEXT)
+    graph = step(lambda: replay(in_capture=False), NEXT)
+    step(lambda: replay(in_capture=True), CURSORS)  # a capture advances nothing
+    names = ", ".join(sorted({*eager, *graph}))
+    seen = f"{len(eager)} waits per eager step, {len(graph)} before a graph replay"
+    conclude(not eager and not graph, seen + (f": {names}" if names else ""))
 
 
 if __name__ == "__main__":

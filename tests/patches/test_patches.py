@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ pytest.importorskip("libcst")
 pytest.importorskip("sglang", reason="SGLang is not installed here")
 
 import libcst as cst
+import torch
 
 from patches import __main__ as command
 from patches import edit, pristine, script
 from patches.catalogue import NAMES, diff, load
 from patches.fold import add_fold
+from patches.host_synchronisations.shows import Waits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,6 +128,29 @@ def test_a_script_that_fails_by_itself_is_neither_right_nor_a_defect(tmp_path: P
     (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('half a release')\n")
     seen = script.run(load("help_text"), tmp_path)
     assert seen.verdict == "broken" and "half a release" in seen.detail
+
+
+@pytest.mark.parametrize(
+    ("operation", "seen"),
+    [
+        (lambda mask: mask.to("cpu"), 1),
+        (lambda mask: mask.to(device="cpu", dtype=torch.int32), 1),
+        (lambda mask: mask.to(torch.device("cpu"), torch.int32), 1),
+        (lambda mask: torch.tensor([1, 2], device="cpu"), 1),
+        (lambda mask: mask[mask], 1),
+        (lambda mask: torch.unique(mask), 1),
+        (lambda mask: mask.to("cpu", non_blocking=True), 0),
+        (lambda mask: mask.to(torch.int32), 0),
+        (lambda mask: torch.where(mask, 1, 0), 0),
+        (lambda mask: torch.zeros(3, device="cpu"), 0),
+    ],
+)
+def test_what_counts_as_a_wait(operation: Callable[[torch.Tensor], object], seen: int) -> None:
+    waits = Waits()
+    mask = torch.tensor([True, False, True])
+    with waits.watching():
+        operation(mask)
+    assert len(waits.seen) == seen
 
 
 @pytest.mark.long

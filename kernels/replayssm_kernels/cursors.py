@@ -271,10 +271,10 @@ def _plan_snapshot_kernel(
         tl.atomic_add(faults, bad)
 
 
-@triton.jit(do_not_specialize=["batch", "num_rows", "capacity"])
+@triton.jit(do_not_specialize=["batch", "num_rows", "capacity", "reason"])
 def _plan_forced_fold_kernel(
-    checkpoint, faults, rows, lens, slots, new_lens, count_out, entries, totals, batch, num_rows, capacity,
-    L: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, REASON: tl.constexpr,
+    checkpoint, faults, rows, lens, slots, new_lens, count_out, entries, totals, batch, num_rows, capacity, reason,
+    L: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     listed = 0
     bad = 0
@@ -299,7 +299,7 @@ def _plan_forced_fold_kernel(
         bad += tl.sum((live & (good == 0)).to(tl.int32), 0)
     tl.store(count_out, listed)
     if COUNT:
-        _count(totals + REASON, listed)
+        _count(totals + reason, listed)
     if bad > 0:
         tl.atomic_add(faults, bad)
 
@@ -455,8 +455,8 @@ def plan_forced_fold(
         raise ValueError(f"the work list holds {worklist.max_entries} entries, the batch has {batch}")
     _plan_forced_fold_kernel[(1,)](
         ring.checkpoint, ring.faults, rows, lens, slots, new_lens, worklist.count, worklist.entries,
-        counters.totals if counters else None, batch, ring.shape.rows, worklist.max_entries,
-        L=ring.shape.capacity, BLOCK=_block(ring), COUNT=counters is not None, REASON=reason,
+        counters.totals if counters else None, batch, ring.shape.rows, worklist.max_entries, reason,
+        L=ring.shape.capacity, BLOCK=_block(ring), COUNT=counters is not None,
     )  # fmt: skip
 
 

@@ -286,13 +286,13 @@ def decode(
     if config is None:
         shape_of = choose_direct_config if direct else choose_config
         config = shape_of(batch * s.v_heads, gate, state_layer.element_size(), s.key_dim, s.value_dim, s.capacity)
-    block_v, split, warps, stages = config
+    block_v, split, warps, stages, chunk = config
     _decode_kernel[(split, s.v_heads, batch)](
         mixed_qkv, a, b, A_log, dt_bias, out, state_layer, u, k, g, slots, rows, pending, scale, s.lower_bound or 0.0,
         mixed_qkv.stride(0), a.stride(0), b.stride(0), state_layer.stride(0), u.stride(0), k.stride(0), g.stride(0),
         H=s.k_heads, HV=s.v_heads, K=s.key_dim, V=s.value_dim, L=s.capacity,
         GATE=gate, BOUNDED=s.lower_bound is not None, IS_DIRECT=direct,
-        RB=min(RECORDS, max(4, triton.next_power_of_2(s.capacity))), CH=min(32, s.key_dim),
+        RB=min(RECORDS, max(4, triton.next_power_of_2(s.capacity))), CH=min(chunk, s.key_dim),
         BV=block_v, SPLIT=split, STAGES=stages, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return out

@@ -15,12 +15,14 @@ from .ring import RingShape
 
 
 class DecodeConfig(NamedTuple):
-    """Launch shape of decode or verify: value rows per tile, programs per v-head, warps, stages of the loop over V."""
+    """Launch shape of decode or verify: value rows per tile, programs per v-head, warps, stages of the loop over V, and
+    for decode the channels of K that one register chunk holds."""
 
     block_v: int
     split: int
     warps: int
     stages: int
+    chunk: int = 32
 
 
 _TABLE: dict[tuple[int, int], tuple[tuple[int, DecodeConfig], ...]] = {  # by gate and bytes of a state element
@@ -65,8 +67,17 @@ _TABLE: dict[tuple[int, int], tuple[tuple[int, DecodeConfig], ...]] = {  # by ga
     ),
 }
 
-_DIRECT_PAIRS = {(GDN, 4): 48, (KDA, 4): 64, (SCALED, 4): 32, (GDN, 2): 0, (KDA, 2): 0, (SCALED, 2): 0}
+_DIRECT_PAIRS = {(GDN, 4): 96, (KDA, 4): 128, (SCALED, 4): 64, (GDN, 2): 0, (KDA, 2): 256, (SCALED, 2): 0}
 """Up to so many (request, v-head) pairs a direct step is the faster one."""
+
+_DIRECT_TABLE = {  # as _TABLE: pairs from which a shape holds, value rows per tile, warps
+    (GDN, 4): ((150, 16, 2), (0, 8, 2)),
+    (KDA, 4): ((0, 16, 2),),
+    (SCALED, 4): ((100, 16, 2), (0, 8, 2)),
+    (GDN, 2): ((0, 8, 2),),
+    (KDA, 2): ((100, 16, 1), (0, 8, 1)),
+    (SCALED, 2): ((0, 8, 2),),
+}
 
 
 def swept(gate: int, state_size: int) -> list[DecodeConfig]:
@@ -84,7 +95,7 @@ def choose_config(pairs: int, gate: int, state_size: int, key_dim: int, value_di
     """
     if INTERPRETED:
         return DecodeConfig(block_v=value_dim, split=1, warps=1, stages=1)
-    block_v, split, warps, stages = next(
+    block_v, split, warps, stages, chunk = next(
         config for least, config in _TABLE[gate, 4 if state_size == 4 else 2] if pairs >= least
     )
     if key_dim > 128:
@@ -92,17 +103,20 @@ def choose_config(pairs: int, gate: int, state_size: int, key_dim: int, value_di
     if gate == KDA and (key_dim > 128 or capacity > RECORDS):
         warps = 8 if key_dim > 128 else 4
     block_v = min(block_v, value_dim)
-    return DecodeConfig(block_v, min(split, value_dim // block_v), warps, stages)
+    return DecodeConfig(block_v, min(split, value_dim // block_v), warps, stages, chunk)
 
 
 def choose_direct_config(
     pairs: int, gate: int, state_size: int, key_dim: int, value_dim: int, capacity: int
 ) -> DecodeConfig:
-    """Launch shape of a direct step; args as `choose_config`. Such steps are for small batches: many small programs."""
+    """Launch shape of a direct step; args as `choose_config`. Small batches: a program per tile."""
     if INTERPRETED:
         return DecodeConfig(block_v=value_dim, split=1, warps=1, stages=1)
-    block_v = min(8, value_dim)
-    return DecodeConfig(block_v, value_dim // block_v, 1 if key_dim <= 128 else 2, 1)
+    least, block_v, warps = next(
+        shape for shape in _DIRECT_TABLE[gate, 4 if state_size == 4 else 2] if pairs >= shape[0]
+    )
+    block_v = min(block_v, value_dim)
+    return DecodeConfig(block_v, value_dim // block_v, warps if key_dim <= 128 else 2 * warps, 1)
 
 
 def direct_batch(shape: RingShape, state_size: int) -> int:

@@ -289,7 +289,7 @@ def verify(
         return out
     u, k, g = ring.layers[layer]
     gate = gate_constant(s)
-    block_v, split, warps, stages = config or choose_verify_config(
+    block_v, split, warps, stages, _ = config or choose_verify_config(
         batch * s.v_heads, gate, state_layer.element_size(), s.key_dim, s.value_dim, s.max_width
     )
     _verify_kernel[(split, s.v_heads, batch)](

@@ -25,7 +25,7 @@ def test_decode_smoke(which: list[str], tmp_path: Path, capsys: pytest.CaptureFi
     assert {(r["arm"], r["batch"]) for r in records if "direct" not in r["arm"]} == {
         (arm, batch) for arm in ("ours", "ours bv16 split2 w1 st1") for batch in (1, 3)
     }
-    assert {r["arm"] for r in records if "direct bv" in r["arm"]} >= {"ours, direct bv16 split2 w1"}
+    assert {r["arm"] for r in records if "direct bv" in r["arm"]} >= {"ours, direct bv16 w1 ch32"}
     assert sum(r["arm"] == "ours, direct" for r in records) == 2
     for r in records:
         assert r["us"] > 0 and r["error"] < 1e-3 and r["us_p10"] <= r["us"] <= r["us_p90"]

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from replayssm_kernels import DecodeConfig, decode, materialise, plan_step, reference
+from replayssm_kernels import Counters, DecodeConfig, decode, materialise, plan_forced_fold, plan_step, reference
 from replayssm_kernels.bench.__main__ import configs
 from replayssm_kernels.bench.decode import direct_configs
 from replayssm_kernels.bench.timing import launcher
@@ -235,12 +235,13 @@ def test_no_batch_size_compiles_while_serving() -> None:
     kernels = (cursors._plan_step_kernel, cursors._plan_forced_fold_kernel, cursors._set_checkpoint_kernel)
     shape = make_shape(rows=70)
 
-    def run(batch: int) -> None:
+    def run(batch: int, reason: int = Counters.HAND_OVERS) -> None:
         w = Workload(shape, batch, torch.float32, DEVICE)  # sets checkpoints
         w.forward()
         w.fold()
+        plan_forced_fold(w.ring, w.plan.fold, w.rows, w.lens, w.slots, w.lens, reason=reason)
 
-    run(3)
+    run(3, Counters.EXTENDS)
     before = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
     for batch in (1, 2, 16, 17, 32, 64):
         run(batch)

@@ -201,14 +201,16 @@ def test_copies_to_and_from_the_host_are_ordered_with_the_folds() -> None:
     ring.state[:, 4:7].normal_()
     steps.seq_lens.copy_(m.ints([*START, 1]))
     forward, copy = torch.cuda.Stream(), torch.cuda.Stream()
-    forward.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(forward):
-        torch.cuda._sleep(200_000_000)  # about a tenth of a second: everything below is launched meanwhile
-        for _ in range(3):
-            steps.next(m.tokens(PADDED))
-            steps.layers()
     host = torch.zeros_like(ring.state[:, 4], device="cpu").pin_memory()
     loaded = torch.full_like(ring.state[:, 5], 0.25)
+    tokens = [m.tokens(PADDED) for _ in range(3)]
+    four, five = m.ints([4])[0], m.ints([5])[0]
+    forward.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(forward):
+        torch.cuda._sleep(1_000_000_000)  # about half a second: everything below is launched meanwhile
+        for drawn in tokens:
+            steps.next(drawn)
+            steps.layers()
     copy.wait_stream(torch.cuda.current_stream())
 
     def write(controller: SimpleNamespace) -> None:
@@ -224,9 +226,9 @@ def test_copies_to_and_from_the_host_are_ordered_with_the_folds() -> None:
 
     fences = {"write_fence_stream": forward, "load_fence_stream": forward}
     controller = m.controller(write_queue=[1], load_queue=[1], **fences)
-    ring.fold_before_next_forward(1, m.ints([4])[0], START[0] + 3)
+    ring.fold_before_next_forward(1, four, START[0] + 3)
     cache_hooks.start_writing(write, controller)
-    ring.fold_before_next_forward(2, m.ints([5])[0], START[1] + 3)
+    ring.fold_before_next_forward(2, five, START[1] + 3)
     cache_hooks.start_loading(load, controller)
     assert not forward.query(), "the forward stream was to be busy all the while"
     with torch.cuda.stream(forward):

@@ -30,8 +30,9 @@ _MOST_DIRECT = 8  # batches at which direct steps are tried
 
 def direct_configs(value_dim: int) -> tuple[DecodeConfig, ...]:
     """Launch shapes that a sweep tries for direct steps: a program per tile."""
-    tiles = ((8, 1), (8, 2), (16, 1), (16, 2), (32, 2), (32, 4))
-    return tuple(DecodeConfig(bv, value_dim // bv, warps, 1) for bv, warps in tiles if bv <= value_dim)
+    tiles = [(8, 1, 32), (8, 2, 32), (16, 1, 32), (16, 2, 32), (32, 4, 32)]
+    tiles += [(8, 1, 64), (8, 2, 64), (16, 2, 64), (4, 1, 128), (8, 1, 128), (8, 2, 128), (16, 2, 128), (32, 4, 128)]
+    return tuple(DecodeConfig(bv, value_dim // bv, warps, 1, ch) for bv, warps, ch in tiles if bv <= value_dim)
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def arms(o: Options, batch: int, layers: int, stagger: bool, shared: bool) -> di
         directly = functools.cache(workload) if shared else workload
         made["ours, direct"] = lambda: Ours(directly(), direct=True)
         for config in direct_configs(o.head_dim) if o.configs else ():
-            name = f"ours, direct bv{config.block_v} split{config.split} w{config.warps}"
+            name = f"ours, direct bv{config.block_v} w{config.warps} ch{config.chunk}"
             made[name] = lambda c=config: Ours(directly(), c, direct=True)
     if o.baselines and o.width > 1:
         for name, kind in verify_arms.available_baselines(shape)[0].items():

@@ -279,6 +279,7 @@ class StateLedger:
             else:
                 del self._states[name]
                 self._proven -= 1
+                self.events["evicted"] += state.at_boundary
 
     def worth(self, kind: str, slots: int, free: int) -> bool:
         """Whether another state of this kind is worth a slot: many are free, or enough of the last ones were used.

@@ -323,3 +323,20 @@ def test_events_tell_what_became_of_states_at_boundaries() -> None:
     assert ledger.events == {"taken": 2, "hit": 3}
     ledger.prune(lambda name: name in ("unknown", "c"))
     assert ledger.events == {"taken": 2, "hit": 3, "evicted": 1}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_state_at_a_boundary_is_there_or_counted_as_evicted(seed: int) -> None:
+    """However it went: as the victim of an eviction, or by itself, proven or not."""
+    rng, cache = random.Random(seed), Lru(protect=0.75)
+    for number in range(300):
+        cache.store(str(number), rng.choice(["tail", "branch", "joint"]))
+        if rng.random() < 0.5:
+            cache.use(rng.choice(cache.order))
+        if rng.random() < 0.3:
+            cache.order.remove(rng.choice(cache.order))
+        while len(cache.order) > 12:
+            cache.evict(rng.randint(1, 3))
+    cache.ledger.prune(lambda name: False)  # a flush
+    assert len(cache.ledger) == 0
+    assert cache.ledger.events["evicted"] == cache.ledger.events["taken"] == 300

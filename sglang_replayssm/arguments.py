@@ -97,6 +97,15 @@ _REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "deterministic inference",
         "drop --enable-deterministic-inference",
     ),
+    # SGLang resolves it into deterministic inference, which the user has not asked for by name.
+    ("rl_on_policy_target", bool, "on-policy training targets", "drop --rl-on-policy-target"),
+    # With it, --speculative-algorithm names what is captured, and SGLang resolves that one to nothing.
+    (
+        "enable_return_aux_hidden_states",
+        bool,
+        "auxiliary hidden states",
+        "drop --enable-return-aux-hidden-states",
+    ),
 )
 
 # Server arguments that this package reads, here, in memory_plan.py and in explain.py.

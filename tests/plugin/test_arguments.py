@@ -65,16 +65,20 @@ REFUSED = {
         "--enable-deterministic-inference --attention-backend triton",
         "drop --enable-deterministic-inference",
     ),
+    "rl_on_policy_target": (
+        "--rl-on-policy-target fsdp --attention-backend triton",
+        "drop --rl-on-policy-target",
+    ),
+    "enable_return_aux_hidden_states": (
+        "--enable-return-aux-hidden-states --speculative-algorithm EAGLE3",
+        "drop --enable-return-aux-hidden-states",
+    ),
 }
 # Other ways to the same settings.
 ALSO_REFUSED = {
     "deprecated DP attention flag": ("--enable-dp-attention --tp-size 2 --dp-size 2", "use --attn-dp-size 1"),
     "decode side of PD": ("--disaggregation-mode decode", "drop --disaggregation-mode"),
     "n-gram speculation": ("--speculative-algorithm NGRAM", "drop --speculative-algorithm"),
-    "on-policy training": (
-        "--rl-on-policy-target fsdp --attention-backend triton",
-        "drop --enable-deterministic-inference",
-    ),
     "cutedsl decode": ("--linear-attn-decode-backend cutedsl", "Use --linear-attn-decode-backend triton"),
     "flashinfer everywhere": ("--linear-attn-backend flashinfer", "Use --linear-attn-decode-backend triton"),
     "capacity 0": ("--linear-replayssm-cache-len 0", "--linear-replayssm-cache-len must be 1 to 64, got 0"),

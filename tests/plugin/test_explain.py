@@ -17,6 +17,7 @@ from sglang_replayssm import arguments, check, explain, memory_plan, worth
 from sglang_replayssm.arguments import FLAG
 from tests.harness import host, tiny
 from tests.plugin import launch
+from tests.plugin.test_arguments import ACCEPTED, ALSO_REFUSED, REFUSED
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
@@ -170,6 +171,17 @@ def test_the_verdict_on_the_prefix_cache_is_that_of_a_launch(args: tuple[str, ..
         assert any(reason.removeprefix("SGLang itself refuses this launch: ") in error for reason in reasons)
     else:  # a bare assertion: its line says more than SGLang does
         assert "view.mamba_track_interval % view.page_size == 0" in reasons[0]
+
+
+@pytest.mark.parametrize("argv,change", [*REFUSED.values(), *ALSO_REFUSED.values()], ids=[*REFUSED, *ALSO_REFUSED])
+def test_whatever_a_launch_refuses_is_explained_so(argv: str, change: str) -> None:
+    _, reasons = explain.read(str(tiny.build("qwen3-next-deep")), [*host.server_args(), *argv.split()])
+    assert any(change in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("argv", ACCEPTED)
+def test_whatever_a_launch_accepts_is_explained_so(argv: str) -> None:
+    assert explain.read(str(tiny.build("qwen3-next-deep")), [*host.server_args(), *argv.split()])[1] == []
 
 
 def test_a_machine_without_a_gpu_explains_a_launch_on_one_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from .errors import BenchError
@@ -11,7 +12,15 @@ class Retriever:
     """An index over ``passages`` (texts). Ties go to the earlier passage, so a ranking is a function of its input."""
 
     def __init__(self, passages: Sequence[str]) -> None:
-        import bm25s
+        # bm25s imports JAX where it is installed, and JAX takes most of a GPU's memory: it belongs to the server.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        try:
+            import bm25s
+        except ModuleNotFoundError as error:
+            raise BenchError(
+                f"rag needs the package {error.name} for its retrieval: pip install 'sglang-replayssm[bench]', or "
+                "leave rag out of --workload"
+            ) from None
 
         self._bm25s = bm25s
         self._index = bm25s.BM25()

@@ -67,17 +67,13 @@ _TABLE: dict[tuple[int, int], tuple[tuple[int, DecodeConfig], ...]] = {  # by ga
     ),
 }
 
-_DIRECT_PAIRS = {(GDN, 4): 96, (KDA, 4): 128, (SCALED, 4): 64, (GDN, 2): 0, (KDA, 2): 256, (SCALED, 2): 0}
-"""Up to so many (request, v-head) pairs a direct step is the faster one."""
+_DIRECT_PAIRS = {(GDN, 4): 96, (KDA, 4): 256, (SCALED, 4): 64, (GDN, 2): 0, (KDA, 2): 256, (SCALED, 2): 0}
+"""Up to so many (request, v-head) pairs a direct step is the faster one, as far as it was measured (batch 8)."""
 
-_DIRECT_TABLE = {  # as _TABLE: pairs from which a shape holds, value rows per tile, warps
-    (GDN, 4): ((150, 16, 2), (0, 8, 2)),
-    (KDA, 4): ((0, 16, 2),),
-    (SCALED, 4): ((100, 16, 2), (0, 8, 2)),
-    (GDN, 2): ((0, 8, 2),),
-    (KDA, 2): ((100, 16, 1), (0, 8, 1)),
-    (SCALED, 2): ((0, 8, 2),),
-}
+_DIRECT_TABLE = (  # pairs from which a shape holds: narrow tiles of whole rows, many programs
+    (100, DecodeConfig(8, 16, 1, 1, 128)),
+    (0, DecodeConfig(4, 32, 1, 1, 128)),
+)
 
 
 def swept(gate: int, state_size: int) -> list[DecodeConfig]:
@@ -112,11 +108,9 @@ def choose_direct_config(
     """Launch shape of a direct step; args as `choose_config`. Small batches: a program per tile."""
     if INTERPRETED:
         return DecodeConfig(block_v=value_dim, split=1, warps=1, stages=1)
-    least, block_v, warps = next(
-        shape for shape in _DIRECT_TABLE[gate, 4 if state_size == 4 else 2] if pairs >= shape[0]
-    )
+    block_v, _, warps, stages, chunk = next(config for least, config in _DIRECT_TABLE if pairs >= least)
     block_v = min(block_v, value_dim)
-    return DecodeConfig(block_v, value_dim // block_v, warps if key_dim <= 128 else 2 * warps, 1)
+    return DecodeConfig(block_v, value_dim // block_v, warps if key_dim <= 128 else 2 * warps, stages, chunk)
 
 
 def direct_batch(shape: RingShape, state_size: int) -> int:

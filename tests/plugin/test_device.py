@@ -195,7 +195,10 @@ def test_copies_to_and_from_the_host_are_ordered_with_the_folds() -> None:
     """DESIGN invariant 9: forwards on a stream of their own, which is busy; copies on others, behind SGLang's fence."""
     steps = Steps()
     m, ring = steps.machine, steps.ring
-    steps.layers()  # compiles
+    steps.next(m.tokens(PADDED))  # everything that is launched below, once: to compile, and for its pinned memory
+    steps.layers()
+    ring.fold_before_next_forward(1, m.ints([4])[0], START[0] + 1)
+    ring.fold_leaving_on(torch.cuda.current_stream())
     m.pool.req_generation[1:4] += 1
     ring.before_forward(m.batch("EXTEND", [1, 2, 3], START, extend_prefix_lens=m.ints([0] * LIVE)))
     ring.state[:, 4:7].normal_()

@@ -5,7 +5,8 @@ Conventions:
 - `@pytest.mark.long` for what takes more than about a minute; deselected without `--long`.
 - `@pytest.mark.device` for what needs an NVIDIA GPU (tests/integration/device/ and some kernel tests).
 - `@pytest.mark.server("name")`, or `on("a", "b")`, for what runs against a real server of a configuration in
-  tests/harness/configs.py. Those run last, ordered by configuration, so that each server starts once.
+  tests/harness/configs.py. Those run last, ordered by configuration, so that each server starts once; `./run test`
+  gives them a process of their own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the tests marked `long`")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--long"):
         long = [item for item in items if item.get_closest_marker("long")]
@@ -40,6 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     no_sglang = pytest.mark.skip(reason="SGLang is not installed here (its release needs Python 3.11 or newer)")
     has_sglang = importlib.util.find_spec("sglang") is not None
     for item in items:
+        if "integration" in item.path.parts:  # in two processes one has the servers, which then start once each
+            item.add_marker(pytest.mark.xdist_group("servers"))
         if item.get_closest_marker("device") and not host.has_gpu():
             item.add_marker(no_gpu)
         elif server_config(item) is not None and not has_sglang:

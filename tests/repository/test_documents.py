@@ -86,7 +86,7 @@ def test_every_metric_and_variable_is_documented() -> None:
     assert len(named) >= 8
     assert all(f"`{metrics.PREFIX}{name}" in operating for name in named)
     everything = "".join(path.read_text() for path in documents())
-    variables = {arguments.DISABLE_ENV, arguments.U_DTYPE_ENV, boundaries.ENV}
+    variables = {arguments.DISABLE_ENV, arguments.U_DTYPE_ENV, arguments.DIRECT_BATCH_ENV, boundaries.ENV}
     mentioned = set(re.findall(r"SGLANG_REPLAYSSM_[A-Z_]+", everything))
     assert mentioned == variables
 

@@ -48,12 +48,6 @@ _REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "a host tier that only buffers for storage",
         "use --hicache-host-memory-mode cache",
     ),
-    (
-        "hicache_write_policy",
-        lambda v: v != "write_through",
-        "a host tier that is not written through",
-        "use --hicache-write-policy write_through",
-    ),
     ("hicache_storage_backend", bool, "HiCache's storage tier", "drop --hicache-storage-backend"),
     ("enable_lmcache", bool, "LMCache", "drop --enable-lmcache"),
     ("enable_flexkv", bool, "FlexKV", "drop --enable-flexkv"),
@@ -200,7 +194,6 @@ def refusals(view: Any, architectures: list[str], gate: str | None) -> list[str]
             found.append(f"{FLAG} is not proven with {what} yet: {change}, or drop {FLAG}.")
     if view.enable_hierarchical_cache:
         for applies, what in (
-            (gate == "kda", "Kimi Delta Attention"),
             (view.tp_size > 1, "several ranks"),
             (view.mamba_radix_cache_strategy in ("no_buffer", "extra_buffer_lazy"), view.mamba_radix_cache_strategy),
         ):

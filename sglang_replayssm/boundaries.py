@@ -161,6 +161,10 @@ class TextHistory:
                     joints.append(edge)
         return branch, sorted(set(joints))
 
+    def clear(self) -> None:
+        """Forget every prompt."""
+        self._young, self._old = set(), set()
+
     def _seen(self, window: int) -> bool:
         if window in self._young:
             return True
@@ -221,6 +225,11 @@ class StateLedger:
     def proven(self) -> int:
         """How many of the states are proven."""
         return self._proven
+
+    def clear(self) -> None:
+        """Nothing is stored any more; what the kinds were worth stays known."""
+        self._states.clear()
+        self._proven = 0
 
     def stored(self, name: Hashable, kind: str, key: Any = None) -> None:
         """A state was stored, or stored again; `key` is what `spare` hands to `touch`. An unknown kind is ""."""

@@ -37,6 +37,17 @@ def match_prefix(original: Original, cache: Any, params: Any) -> Any:
     return result
 
 
+def reset(original: Original, cache: Any) -> Any:
+    """UnifiedRadixCache.reset: with the tree goes what the plugin knows of it (`/flush_cache`, an update of weights).
+
+    Text that was seen before a flush is not in the cache after it: its prefixes must be learnt again.
+    """
+    states = states_of(getattr(cache, "req_to_token_pool", None))
+    if states is not None:
+        states.forget()
+    return original(cache)
+
+
 def evict(original: Original, cache: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
     """UnifiedRadixCache._evict: states that nobody used go before those that somebody did."""
     states = states_of(cache.req_to_token_pool)
@@ -94,6 +105,23 @@ def cleanup_after_caching_req(
         if is_finished:
             states.drop(req, component.cache)
     return original(component, req, is_finished, insert_result=insert_result, insert_params=insert_params)
+
+
+def decode_result(original: Original, processor: Any, req: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """SchedulerBatchResultProcessor._handle_finish_state_updated_req: a request's next snapshot spares its last one.
+
+    SGLang changes a request's two track slots over when the step before a boundary is seen, and once more when the
+    boundary's own result comes with no further step in flight (a prefill was launched in between). Twice is not at all:
+    the snapshot of the next boundary would then overwrite the one that a request which ends meanwhile hands over.
+    """
+    result = original(processor, req, batch, *args, **kwargs)
+    pool = batch.req_to_token_pool
+    if ring_of(pool) is not None and not req.finished() and req.kv.mamba_ping_pong_track_buffer is not None:
+        from sglang.srt.runtime_context import get_exec
+
+        if not get_exec().mamba.enable_mamba_extra_buffer_lazy:
+            req.kv.mamba_next_track_idx = pool.get_mamba_ping_pong_other_idx(req.kv.mamba_last_track_idx)
+    return result
 
 
 # -- host tier --------------------------------------------------------------------------------------------------------

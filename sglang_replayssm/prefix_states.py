@@ -333,6 +333,13 @@ class PrefixStates:
             setattr(req, _ON_REQUEST, None)
             cache.req_to_token_pool.mamba_allocator.free(torch.cat([boundary.slot for boundary in boundaries]))
 
+    def forget(self) -> None:
+        """The cache is empty: nothing is stored any more, and no text can be hit that was seen before."""
+        self.ledger.clear()
+        self.history.clear()
+        self._open.clear()
+        self._by_row.clear()
+
     # -- hits and evictions -------------------------------------------------------------------------------------------
 
     def matched(self, params: Any, result: Any) -> None:

@@ -239,6 +239,14 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_S + "mem_cache.unified_cache.components.mamba.MambaComponent", "read", fields=("cache",)),
     Seam(_CACHE + "checkpoint_into_tree", "override", ("self", "req", "up_to", "kwargs")),
     Seam(_CACHE + "match_prefix", "override", ("self", "params")),
+    Seam(_CACHE + "reset", "override", ("self",)),
+    Seam(
+        _S + "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+        "._handle_finish_state_updated_req",
+        "override",
+        ("self", "req", "batch", "result", "i", "logits_output"),
+    ),
+    Seam(_POOL + "HybridReqToTokenPool.get_mamba_ping_pong_other_idx", "call", ("self", "mamba_next_track_idx")),
     Seam(
         _CACHE + "_evict",
         "override",
@@ -306,7 +314,7 @@ SEAMS: tuple[Seam, ...] = (
         "read",
         fields=("req_pool_idx", "mamba_pool_idx", "kv_committed_len", "cache_protected_len")
         + ("mamba_last_track_seqlen", "mamba_prev_track_seqlen", "mamba_ping_pong_track_buffer")
-        + ("mamba_ping_pong_empty",),
+        + ("mamba_ping_pong_empty", "mamba_next_track_idx", "mamba_last_track_idx"),
     ),
     Seam(_S + "runtime_context.get_exec", "call"),
     Seam(_S + "runtime_context.mamba_cache_chunk_size", "call"),

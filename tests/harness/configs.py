@@ -105,6 +105,8 @@ CONFIGS |= {
     "host-off": _deep(*THROUGH, plugin=False),
     "host-on": _deep(*THROUGH),
     "host-on-boundaries": _deep(*THROUGH, **BOUNDARIES),
+    "host-back": _deep(*HOST, "--hicache-write-policy", "write_back", **BOUNDARIES),
+    "host-selective": _deep(*HOST, "--hicache-write-policy", "write_through_selective", **BOUNDARIES),
 }
 
 # Kimi Delta Attention, likewise. Latent attention runs on the triton backend only; chunks of 128 make a prompt of 150
@@ -136,6 +138,7 @@ CONFIGS |= {
     "ling-off": _kda("ling-v3", *CHUNKS, *PRECISE, plugin=False),
     "ling-on": _kda("ling-v3", *CHUNKS, *PRECISE),
     "kimi-boundaries": _kda("kimi-linear", *CHUNKS, **BOUNDARIES),
+    "kimi-host": _kda("kimi-linear", *THROUGH, **BOUNDARIES),
     "ling-on-len-64": _kda("ling-v3", *CHUNKS, *PRECISE, "--linear-replayssm-cache-len", "64"),
 }
 

@@ -18,11 +18,17 @@ from tests.harness.server import Server
 DOCUMENTS = 6
 LENGTH = 205  # no multiple of anything; 20 decode steps after it leave 4 records in a ring of 16
 OUT = 21
+KIMI = 0.02
+"""Kimi's slow head: a decoded state moves log-probabilities by 0.0108 from a cold run's, as without a host tier."""
 
 
 def source(exchange: Exchange, tier: str) -> int:
     """Prompt tokens of an answer that came from the "device", the "host" or the "storage"."""
     return int((exchange.answer.meta.get("cached_tokens_details") or {}).get(tier, 0))
+
+
+def cold_warm(server: Server) -> float:
+    return KIMI if "kimi" in server.model else COLD_WARM
 
 
 def first_turns(server: Server) -> list[Exchange]:
@@ -62,7 +68,15 @@ def test_server_info_says_that_it_is_on(server: Server) -> None:
     assert state["replayssm"]["host_tier"] is True and state["replayssm"]["states_at_boundaries"] is False
 
 
-@on("host-on-boundaries")
+@pytest.mark.parametrize(
+    "server",
+    [
+        "host-on-boundaries",
+        pytest.param("host-back", marks=pytest.mark.long),
+        pytest.param("kimi-host", marks=pytest.mark.long),
+    ],
+    indirect=True,
+)
 def test_load_back_equals_cold(server: Server) -> None:
     """What is backed up at the end of a request is its own slot, whose last records were pending a moment before."""
     events = Events()
@@ -72,7 +86,7 @@ def test_load_back_equals_cold(server: Server) -> None:
     assert loaded, "no answer came from the host"
     follow_transformers(server, turns + later)
     for exchange in loaded[:3]:
-        cold_again(server, exchange)
+        cold_again(server, exchange, cold_warm(server))
     # Row reuse (scenario 6): requests that loaded their state took rows whose last owner left records pending.
     last: dict[int, int] = {}
     taken_over = []
@@ -86,7 +100,7 @@ def test_load_back_equals_cold(server: Server) -> None:
 
 
 @pytest.mark.long
-@on("host-on-boundaries")
+@on("host-on-boundaries", "host-back", "host-selective", "kimi-host")
 def test_a_state_at_the_end_of_a_request_survives_the_host(server: Server) -> None:
     """A device hit, a host hit and a cold run of the same prompt, from a state that had 4 records pending when it left.
 
@@ -103,4 +117,4 @@ def test_a_state_at_the_end_of_a_request_survives_the_host(server: Server) -> No
     assert host.hit == len(first.tokens) - 1 == source(host, "host"), "a full hit in the host tier (scenario 15)"
     assert distance(device.answer, host.answer) <= COLD_WARM
     follow_transformers(server, [first, device, host])
-    cold_again(server, host)
+    cold_again(server, host, cold_warm(server))

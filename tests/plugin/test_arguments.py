@@ -22,10 +22,6 @@ REFUSED = {
         "--hicache-ratio 2",
         "use --hicache-host-memory-mode cache",
     ),
-    "hicache_write_policy": (
-        "--enable-hierarchical-cache --hicache-write-policy write_back",
-        "use --hicache-write-policy write_through",
-    ),
     "hicache_storage_backend": (
         "--enable-hierarchical-cache --hicache-storage-backend file",
         "drop --hicache-storage-backend",
@@ -129,9 +125,11 @@ def test_refused_with_what_to_change(argv: str, change: str, monkeypatch: pytest
     assert arguments.REQUIRED_ENV not in arguments.os.environ
 
 
-def test_the_host_tier_is_refused_for_kda() -> None:
-    with pytest.raises(ValueError, match="Kimi Delta Attention yet: drop --enable-hierarchical-cache"):
-        launch.resolve(FLAG, "--enable-hierarchical-cache", "--attention-backend", "triton", model="kimi-linear")
+@pytest.mark.parametrize("policy", ["write_through", "write_back", "write_through_selective"])
+@pytest.mark.parametrize("model", ["qwen3-next-deep", "kimi-linear"])
+def test_the_host_tier_takes_every_write_policy_and_gate(policy: str, model: str) -> None:
+    argv = ("--enable-hierarchical-cache", "--hicache-write-policy", policy, "--attention-backend", "triton")
+    launch.resolve(FLAG, *argv, model=model)
 
 
 def test_all_reasons_come_at_once() -> None:

@@ -32,6 +32,7 @@ def stand_in(name: str) -> Any:
         ),
         "UnifiedRadixCache": SimpleNamespace(req_to_token_pool=pool),
         "cache": SimpleNamespace(req_to_token_pool=pool),
+        "batch": SimpleNamespace(req_to_token_pool=pool),
         "ScheduleBatch": SimpleNamespace(req_to_token_pool=pool),
         "Scheduler": SimpleNamespace(req_to_token_pool=pool),
         "SchedulerInternalStateController": SimpleNamespace(scheduler=SimpleNamespace(req_to_token_pool=pool)),

@@ -38,6 +38,8 @@ def configs(text: str, value_dim: int, verify: bool = False) -> tuple[DecodeConf
         every += [(bv, 2, warps, st) for bv, warps in halves for st in (1, 2)]
         every += [(8, 8, 1, st) for st in (1, 2)] + [(16, 4, warps, st) for warps in (1, 2) for st in (1, 2)]
         every += [(*shape, 1) for shape in single]
+        wide = [(16, 2, 64), (32, 2, 64), (64, 4, 64), (32, 4, 128)]
+        every += [(bv, 1, warps, st, chunk) for bv, warps, chunk in wide for st in (2, 3)]
     return tuple(DecodeConfig(*c) for c in every if c[0] * c[1] <= value_dim)
 
 

@@ -103,6 +103,7 @@ def arms(o: Options, batch: int, layers: int, stagger: bool, shared: bool) -> di
     made: dict[str, Callable[[], Arm]] = {"ours": lambda: Ours(ours())}
     for config in o.configs:
         name = f"ours bv{config.block_v} split{config.split} w{config.warps} st{config.stages}"
+        name += f" ch{config.chunk}" if config.chunk != DecodeConfig._field_defaults["chunk"] else ""
         made[name] = lambda c=config: Ours(ours(), c)
     if o.width == 1 and batch <= _MOST_DIRECT:
         directly = functools.cache(workload) if shared else workload

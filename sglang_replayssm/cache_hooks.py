@@ -5,6 +5,7 @@ All are AROUND hooks, called with the original function first; `hooks.HOOKS` map
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,23 @@ Original = Callable[..., Any]
 
 def prepare_track_extend(original: Original, batch: Any, req: Any) -> Any:
     """ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend: a request's extend gets its boundaries."""
+    if ring_of(batch.req_to_token_pool) is not None:
+        original = functools.partial(_tracked_on_pages, original)
     states = states_of(batch.req_to_token_pool)
     return original(batch, req) if states is None else states.prepare_extend(batch, req, original)
+
+
+def _tracked_on_pages(original: Original, batch: Any, req: Any) -> Any:
+    """SGLang's own tracked state, but for an extend that starts within a page: that one gets none.
+
+    SGLang tracks whole chunks of 64 tokens after the start. A chunk behind a mixed step may start within a page, and
+    the tree would file its state under the token count where that page starts.
+    """
+    from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry
+
+    if req.prefix_len % batch.tree_cache.page_size == 0:
+        return original(batch, req)
+    return _MambaRadixCacheV2TrackEntry(track_mask=False, track_position=req.kv.mamba_next_track_idx, track_seqlen=-1)
 
 
 def checkpoint_into_tree(original: Original, cache: Any, req: Any, *, up_to: int, **kwargs: Any) -> Any:

@@ -296,6 +296,11 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "req"),
     ),
     Seam(
+        _S + "managers.schedule_batch._MambaRadixCacheV2TrackEntry",
+        "call",
+        ("track_mask", "track_position", "track_seqlen"),
+    ),
+    Seam(
         _S + "managers.schedule_batch.ScheduleBatch",
         "read",
         fields=("reqs", "req_to_token_pool", "tree_cache"),

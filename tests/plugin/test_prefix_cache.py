@@ -153,3 +153,31 @@ def test_without_a_ring_a_shorter_key_is_sglangs_business() -> None:
     cache = Cache(m)
     assert cache.prepare(request, request.length - 1, is_finished=True) == request.length - 1
     assert cache.params.mamba_value.tolist() == [request.slot]
+
+
+@pytest.mark.parametrize("page", [1, 16, 64, 128])
+@pytest.mark.parametrize("plugin", [True, False], ids=["on", "off"])
+def test_what_an_extend_tracks_is_what_its_key_can_name(page: int, plugin: bool) -> None:
+    """A chunk behind a mixed step may start within a page. Without a ring SGLang goes on as it does."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    launch.publish_flag("--page-size", str(page), "--mamba-track-interval", "128")
+    pool = SimpleNamespace(get_mamba_ping_pong_other_idx=lambda index: 1 - index)
+    if plugin:
+        setattr(pool, ATTRIBUTE, SimpleNamespace())
+    batch = SimpleNamespace(
+        tree_cache=SimpleNamespace(page_size=page),
+        req_to_token_pool=pool,
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace()),
+    )
+    tracked, before = [], 17
+    for start in (0, 64, 100, 127, 128, 254, 256):
+        kv = SimpleNamespace(mamba_next_track_idx=0, mamba_last_track_idx=None, mamba_last_track_seqlen=before)
+        req = SimpleNamespace(prefix_len=start, extend_end=start + 130, extend_len=130, kv=kv)
+        req.mamba_branching_seqlen = None
+        entry = ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend(batch, req)
+        assert entry.track_mask == (kv.mamba_last_track_seqlen != before) == (kv.mamba_next_track_idx == 1)
+        if entry.track_mask:
+            tracked.append(kv.mamba_last_track_seqlen)
+    wrong = [at for at in tracked if at % page]
+    assert tracked and (wrong == [] if plugin or page == 1 else wrong)

@@ -127,8 +127,8 @@ CONFIGS |= {
     "kimi-off-no-buffer": _kda("kimi-linear", *NO_BUFFER, plugin=False),
     "kimi-on-no-buffer": _kda("kimi-linear", *NO_BUFFER),
     # pages of one token: with larger ones SGLang 0.5.23 files the state of a chunk that starts within a page under the
-    # page's token count (a mixed step leaves such chunks, and Kimi's slow head shows it); the plugin keeps none of them,
-    # which was seen with GDN on a server and in tests/plugin/test_prefix_cache.py
+    # page's token count (a mixed step leaves such chunks, and Kimi's slow head shows it). The plugin keeps none:
+    # tests/plugin/test_prefix_cache.py; a server with such pages was not run yet.
     "kimi-on-mixed": _kda("kimi-linear", *CHUNKS, "--enable-mixed-chunk"),
     "kimi-on-retract": _kda("kimi-linear", *RETRACT, SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8"),
     "kimi-off-bf16": _kda("kimi-linear-bf16", *CHUNKS, *BF16, plugin=False, **BF16_ENV),

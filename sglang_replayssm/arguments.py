@@ -1,7 +1,7 @@
-"""Launch arguments: what the flag asks for, what is refused, and how the in-tree flag is put to sleep.
+"""Launch arguments: what the flags ask for, what is refused, and how the in-tree flags are put to sleep.
 
-The user's wish stays in the raw record (`get_server_args().enable_linear_replayssm`); the *resolved* in-tree
-value is declared False, so that none of SGLang's own replay code allocates or runs.
+The user's wish stays in the raw record (`get_server_args().enable_linear_replayssm`, `.._spec`); the *resolved* in-tree
+values are declared False, so that none of SGLang's own replay code allocates or runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ WARNED_ENV = "SGLANG_REPLAYSSM_WARNED"
 U_DTYPE_ENV = "SGLANG_REPLAYSSM_U_DTYPE"
 DIRECT_BATCH_ENV = "SGLANG_REPLAYSSM_DIRECT_BATCH"
 MAX_CAPACITY = 64
+MAX_WIDTH = 16
 FLAG = "--enable-linear-replayssm"
+SPEC_FLAG = "--enable-linear-replayssm-spec"
+# Drafts of SGLang where the user names no number: of an architecture that it has no numbers for, as ours are.
+_USUAL_DRAFT_STEPS = 3
 # Accepted architectures by gate kind. Each shares its linear layers, their backend and pools with a
 # model whose greedy output is tested against a reference; the MoE variants differ from those outside these layers only.
 ARCHITECTURES = {
@@ -40,8 +44,6 @@ ARCHITECTURES = {
 # (attribute of the resolving view, value test, what it is, what to change). One row per refusal: a
 # configuration that no test proves is refused, never half-working.
 _REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
-    ("enable_linear_replayssm_spec", bool, "ring spec-verify", "drop --enable-linear-replayssm-spec"),
-    ("speculative_algorithm", bool, "speculative decoding", "drop --speculative-algorithm"),
     (
         "hicache_host_memory_mode",
         lambda v: v != "cache",
@@ -102,9 +104,45 @@ _REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ),
 )
 
+# The same for ring spec-verify (SPEC_FLAG).
+_SPEC_REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    (
+        "speculative_algorithm",
+        lambda v: v.upper() not in ("NEXTN", "EAGLE"),
+        "that speculative algorithm",
+        "use --speculative-algorithm NEXTN or EAGLE",
+    ),
+    ("speculative_eagle_topk", lambda v: v != 1, "a tree of drafts", "use --speculative-eagle-topk 1"),
+    ("speculative_adaptive", bool, "adaptive draft lengths", "drop --speculative-adaptive"),
+    ("enable_multi_layer_eagle", bool, "multi-layer EAGLE", "drop --enable-multi-layer-eagle"),
+    ("tp_size", lambda v: v > 1, "several ranks", "use --tp-size 1"),
+    ("enable_hierarchical_cache", bool, "the hierarchical cache", "drop --enable-hierarchical-cache"),
+    (
+        "mamba_radix_cache_strategy",
+        lambda v: v == "extra_buffer_lazy",
+        "extra_buffer_lazy",
+        "use --mamba-radix-cache-strategy extra_buffer",
+    ),
+    ("enable_mixed_chunk", bool, "mixed chunks", "drop --enable-mixed-chunk"),
+    (
+        "linear_attn_verify_backend",
+        lambda v: v != "triton",
+        "another linear-attention verify backend, in whose place its own kernel comes",
+        "use --linear-attn-verify-backend triton",
+    ),
+)
+# (variable, the values that are proven, the first of them the default; what another one does)
+_OFF = ("0", "false", "no", "n")
+_SPEC_ENVIRONMENT = (
+    ("SGLANG_RAGGED_VERIFY_MODE", ("static",), "verify steps of unequal lengths"),
+    ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", _OFF, "metadata on a stream of its own"),
+    ("SGLANG_ENABLE_PP_SPEC", _OFF, "speculation across pipeline stages"),
+)
+
 # Server arguments that this package reads, here, in memory_plan.py and in explain.py.
 FIELDS = (
     *("enable_linear_replayssm", "linear_replayssm_cache_len", "linear_attn_backend", "linear_attn_decode_backend"),
+    *("enable_linear_replayssm_spec", "speculative_num_steps", "speculative_num_draft_tokens"),
     *(
         "device",
         "tp_size",
@@ -115,7 +153,7 @@ FIELDS = (
     ),
     *("mamba_radix_cache_strategy", "disable_overlap_schedule", "page_size", "mamba_ssm_dtype"),
     "enable_hierarchical_cache",
-    *(field for field, *_ in _REFUSALS),
+    *(field for field, *_ in (*_REFUSALS, *_SPEC_REFUSALS)),
 )
 
 
@@ -124,14 +162,64 @@ def disabled_by_environment() -> bool:
     return os.environ.get(DISABLE_ENV, "").lower() not in ("", "0", "false")
 
 
+def asked(server_args: Any) -> bool:
+    """Whether server arguments ask for the ring, with either flag: both give buffered decode."""
+    fields = ("enable_linear_replayssm", "enable_linear_replayssm_spec")
+    return any(getattr(server_args, field, False) for field in fields)
+
+
 def requested() -> bool:
     """Whether the published server arguments ask for buffered decode."""
+    return _published(asked)
+
+
+def spec_requested() -> bool:
+    """Whether the published server arguments ask for ring spec-verify."""
+    return _published(lambda server_args: bool(server_args.enable_linear_replayssm_spec))
+
+
+def _published(test: Callable[[Any], bool]) -> bool:
     from sglang.srt.runtime_context import get_server_args
 
     try:
-        return bool(get_server_args().enable_linear_replayssm)
+        return test(get_server_args())
     except ValueError:  # nothing published in this process yet
         return False
+
+
+def step_width() -> int:
+    """Most tokens that one step of the published server brings to a request: its drafts, or 1 in plain decode."""
+    if not spec_requested():
+        return 1
+    from sglang.srt.runtime_context import max_speculative_num_draft_tokens
+
+    width = max_speculative_num_draft_tokens()
+    assert width is not None, "ring spec-verify was accepted without a speculative algorithm"
+    return width
+
+
+def ring_capacity() -> int:
+    """Records that a row of the published server's ring holds."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return capacity_for(get_server_args().linear_replayssm_cache_len, step_width())
+
+
+def capacity_for(cache_len: int, width: int) -> int:
+    """Records of a row where --linear-replayssm-cache-len is `cache_len` and a step brings `width` tokens.
+
+    A fold of a verify step is due when its drafts do not fit any more. Their places come on top, so that with either
+    flag a row folds once it has more than `cache_len` committed records, or as many in plain decode.
+    """
+    return cache_len + (width if width > 1 else 0)
+
+
+def planned_width(view: Any) -> int:
+    """`step_width` of a launch that is still being resolved: SGLang decides on drafts after our step."""
+    if not view.enable_linear_replayssm_spec:
+        return 1
+    steps = view.speculative_num_steps
+    return (_USUAL_DRAFT_STEPS if steps is None else steps) + 1  # what SGLang makes of it for a chain
 
 
 def u_dtype_name() -> str:
@@ -173,25 +261,26 @@ def refusals(view: Any, architectures: list[str], gate: str | None) -> list[str]
         gate: gate kind of the model's linear layers as SGLang sees it ("gdn", "kda"), None for any other model.
     """
     found = []
+    flag = SPEC_FLAG if view.enable_linear_replayssm_spec else FLAG
     if gate is None or architectures[0] not in ARCHITECTURES[gate]:
-        found.append(f"{FLAG} supports {supported_architectures()}; this model is {architectures[0]}. Drop the flag.")
+        found.append(f"{flag} supports {supported_architectures()}; this model is {architectures[0]}. Drop the flag.")
     capacity = view.linear_replayssm_cache_len
     if not 1 <= capacity <= MAX_CAPACITY:
         found.append(f"--linear-replayssm-cache-len must be 1 to {MAX_CAPACITY}, got {capacity}.")
     decode = view.linear_attn_decode_backend or view.linear_attn_backend
     if decode != "triton":
         found.append(
-            f"{FLAG} brings its own decode kernel in the place of the triton one; the linear-attention decode "
+            f"{flag} brings its own decode kernel in the place of the triton one; the linear-attention decode "
             f"backend is {decode!r}. Use --linear-attn-decode-backend triton."
         )
     if gate == "kda" and view.tp_size > 1:
         found.append(
-            f"{FLAG} is not proven with Kimi Delta Attention on several ranks yet: use --tp-size 1, or drop {FLAG}."
+            f"{flag} is not proven with Kimi Delta Attention on several ranks yet: use --tp-size 1, or drop {flag}."
         )
     for field, test, what, change in _REFUSALS:
         value = getattr(view, field)
         if value is not None and test(value):
-            found.append(f"{FLAG} is not proven with {what} yet: {change}, or drop {FLAG}.")
+            found.append(f"{flag} is not proven with {what} yet: {change}, or drop {flag}.")
     if view.enable_hierarchical_cache:
         for applies, what in (
             (view.tp_size > 1, "several ranks"),
@@ -199,15 +288,54 @@ def refusals(view: Any, architectures: list[str], gate: str | None) -> list[str]
         ):
             if applies:
                 found.append(
-                    f"{FLAG} is not proven with the hierarchical cache and {what} yet: drop "
-                    f"--enable-hierarchical-cache, or drop {FLAG}."
+                    f"{flag} is not proven with the hierarchical cache and {what} yet: drop "
+                    f"--enable-hierarchical-cache, or drop {flag}."
                 )
+    found.extend(_spec_refusals(view, gate))
     found.extend(_device_refusals(view.device))
     for setting in (u_dtype_name, direct_batch, policy_from_environment):
         try:
             setting()
         except ValueError as error:
             found.append(str(error))
+    return found
+
+
+def _spec_refusals(view: Any, gate: str | None) -> list[str]:
+    """What of speculative decoding is not proven."""
+    if not view.enable_linear_replayssm_spec:
+        if view.speculative_algorithm:
+            return [
+                f"{FLAG} alone does not cover the verify steps of --speculative-algorithm: add {SPEC_FLAG}, or drop "
+                "--speculative-algorithm."
+            ]
+        return []
+    if not view.speculative_algorithm:
+        return [
+            f"{SPEC_FLAG} is for speculative decoding: add --speculative-algorithm NEXTN, or use {FLAG} without it."
+        ]
+    found = []
+    for field, test, what, change in _SPEC_REFUSALS:
+        value = getattr(view, field)
+        if value is not None and test(value):
+            found.append(f"{SPEC_FLAG} is not proven with {what} yet: {change}, or drop {SPEC_FLAG}.")
+    if gate == "kda":
+        found.append(f"{SPEC_FLAG} is not proven with Kimi Delta Attention yet: drop {SPEC_FLAG}.")
+    for variable, proven, what in _SPEC_ENVIRONMENT:
+        if os.environ.get(variable, proven[0]).lower() not in proven:
+            found.append(f"{SPEC_FLAG} is not proven with {what} yet: set {variable}={proven[0]}, or drop {SPEC_FLAG}.")
+    width, cache_len = planned_width(view), view.linear_replayssm_cache_len
+    if width > MAX_WIDTH:
+        found.append(
+            f"{SPEC_FLAG} verifies at most {MAX_WIDTH} tokens of a request in a step, got {width}: use "
+            f"--speculative-num-steps {MAX_WIDTH - 1}."
+        )
+    elif not width <= cache_len <= MAX_CAPACITY - width and 1 <= cache_len <= MAX_CAPACITY:
+        # Below `width` a row would fold in two steps running, which costs more than states that are always written.
+        found.append(
+            f"{SPEC_FLAG} with {width} tokens a step needs --linear-replayssm-cache-len {width} to "
+            f"{MAX_CAPACITY - width}, got {cache_len}: use {min(max(cache_len, width), MAX_CAPACITY - width)}."
+        )
     return found
 
 
@@ -259,7 +387,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     view = resolving_view(server_args)
     os.environ.pop(REQUIRED_ENV, None)
-    if not view.enable_linear_replayssm:
+    if not asked(view):
         previous(server_args)
         return
     model_config = model_config_of(server_args)
@@ -274,6 +402,13 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     # The raw record keeps the user's True; what SGLang resolves is False, and its replay code stays asleep. Without
     # a decode backend, SGLang's own step picks FlashInfer's on Blackwell, whose place our kernel does not take.
     declare_resolution(
-        server_args, "sglang_replayssm", enable_linear_replayssm=False, linear_attn_decode_backend="triton"
+        server_args,
+        "sglang_replayssm",
+        enable_linear_replayssm=False,
+        enable_linear_replayssm_spec=False,
+        linear_attn_decode_backend="triton",
     )
+    if view.mamba_ssm_dtype is None and server_args.enable_linear_replayssm_spec:
+        # what SGLang's own step does under the flag that it no longer sees
+        declare_resolution(server_args, "sglang_replayssm", mamba_ssm_dtype="float32")
     previous(server_args)

@@ -24,6 +24,7 @@ from sglang_replayssm import arguments
 GIB = 1 << 30
 MIB = 1 << 20
 BATCHES = (1, 8, 32, 128, 256)
+_MOST_WITH_DRAFTS = 48  # running requests of a server with speculative decoding whose user names no number
 _SSM_DTYPE = "SGLANG_MAMBA_SSM_DTYPE"
 _CONFIG = "--config"
 # By architecture: the field of the model's config that bounds the gate of its layers, None without a bound. A server
@@ -41,7 +42,8 @@ class Launch:
 
     Attributes:
         name: architecture; layers: all of the model, of which `shape.layers` are linear.
-        shape: the ring of one request row (its `rows` mean nothing here).
+        shape: the ring of one request row (its `rows` mean nothing here); row: bytes of such a row, and of the conv
+            windows that drafts bring to it.
         slot: bytes of a slot; state_size: bytes of one number of the temporal state.
         strategy: the radix-cache strategy as SGLang resolves it; per_request: slots that SGLang keeps per request.
         args: the server arguments, as far as they are resolved; memory_ratio: memory of states over that of KV.
@@ -50,6 +52,7 @@ class Launch:
     name: str
     layers: int
     shape: Any
+    row: int
     slot: int
     state_size: int
     strategy: str
@@ -100,7 +103,7 @@ def _parse(model: str, server_args: Sequence[str]) -> Any:
         raise Unexplained("the model is named once, behind --explain: drop --model-path.")
     if any(argument.startswith("--config=") for argument in server_args):
         raise Unexplained("SGLang reads a configuration file as `--config FILE` only: write a space for the =.")
-    flag = () if arguments.FLAG in server_args else (arguments.FLAG,)
+    flag = () if {arguments.FLAG, arguments.SPEC_FLAG} & set(server_args) else (arguments.FLAG,)
     argv = ["--model-path", model, *flag, *server_args]
     try:
         if _CONFIG in argv:
@@ -134,7 +137,7 @@ def read(model: str, server_args: Sequence[str]) -> tuple[Launch, list[str]]:
 
     with _folder(model) as folder:
         parsed = _parse(folder, server_args)
-        with _state_dtype(parsed.mamba_ssm_dtype):
+        with _state_dtype(parsed.mamba_ssm_dtype or ("float32" if parsed.enable_linear_replayssm_spec else None)):
             try:
                 config = model_config_of(parsed)
             except Exception as error:  # whatever transformers and SGLang raise at a config they can not read
@@ -162,7 +165,7 @@ def _launch(model: str, parsed: Any, config: Any) -> tuple[Launch, list[str]]:
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.runtime_context import get_parallel
 
-    from sglang_replayssm.memory_plan import shape_for
+    from sglang_replayssm.memory_plan import row_bytes, shape_for
 
     architectures = list(config.hf_config.architectures or ("a model of no named architecture",))
     gate = arguments.gate_of(config)
@@ -178,12 +181,14 @@ def _launch(model: str, parsed: Any, config: Any) -> tuple[Launch, list[str]]:
         reasons.append(f"SGLang itself refuses this launch: {refused}")
     with get_parallel().override(attn_tp_size=args.tp_size, enable_cp_tp_group_sharing=False):
         params = mambaish_config(config).mamba2_cache_params
+    width = arguments.planned_width(args)
     shape = shape_for(
         params,
         rows=2,
-        capacity=max(1, args.linear_replayssm_cache_len),
+        capacity=arguments.capacity_for(max(1, args.linear_replayssm_cache_len), width),
         key_dtype=config.dtype,
         lower_bound=_bound(config.hf_config, architectures[0]),
+        max_width=width,
     )
     try:
         shape.validate()
@@ -195,6 +200,7 @@ def _launch(model: str, parsed: Any, config: Any) -> tuple[Launch, list[str]]:
             name=architectures[0],
             layers=config.num_hidden_layers,
             shape=shape,
+            row=row_bytes(params, shape),
             slot=params.mamba_cache_per_req,
             state_size=params.dtype.temporal.itemsize,
             strategy=strategy,
@@ -257,6 +263,29 @@ def _strategy(args: Any) -> tuple[str, int]:
 # -- saying -----------------------------------------------------------------------------------------------------------
 
 
+def _most_requests(launch: Launch) -> int:
+    from sglang_replayssm import memory_plan
+
+    if launch.args.max_running_requests is not None:
+        return max(1, launch.args.max_running_requests)
+    return memory_plan.MOST_REQUESTS if launch.shape.max_width == 1 else _MOST_WITH_DRAFTS
+
+
+def fit_with_snapshots(launch: Launch, memory: float) -> tuple[int, int] | None:
+    """(slots, running requests) of the same launch where SGLang keeps a state per draft, in `memory` GiB.
+
+    None where the user sets the number of slots, or where not even one request fits.
+    """
+    if launch.args.max_mamba_cache_size is not None or launch.args.disable_radix_cache:
+        return None
+    drafts, per_request = launch.shape.max_width, launch.per_request
+    share = launch.memory_ratio / (1 + launch.memory_ratio)
+    # a state per draft for each request that the slots allow, and for the padding slots of both
+    slots = int((memory * GIB * share - launch.slot * (1 + drafts)) // (launch.slot * (1 + drafts / per_request)))
+    requests = min(_most_requests(launch), slots // per_request)
+    return (slots, requests) if requests > 0 else None
+
+
 def fit(launch: Launch, memory: float) -> tuple[int, int]:
     """(slots, running requests) that fit in `memory` GiB of ring, states and KV, by the plugin's own memory plan.
 
@@ -265,8 +294,7 @@ def fit(launch: Launch, memory: float) -> tuple[int, int]:
     """
     from sglang_replayssm import memory_plan
 
-    args, per_row = launch.args, launch.shape.bytes_per_row()
-    most = memory_plan.MOST_REQUESTS if args.max_running_requests is None else max(1, args.max_running_requests)
+    args, per_row, most = launch.args, launch.row, _most_requests(launch)
     share = launch.memory_ratio / (1 + launch.memory_ratio)
 
     def slots_that_fit(rows: int) -> int:
@@ -291,6 +319,17 @@ def fit(launch: Launch, memory: float) -> tuple[int, int]:
     return slots, requests
 
 
+def _drafts(launch: Launch, memory: float | None) -> str:
+    """What ring spec-verify saves."""
+    drafts = launch.shape.max_width
+    said = f"{drafts} tokens a verify step, their records and conv windows included in the ring; no state per draft"
+    other = None if memory is None else fit_with_snapshots(launch, memory)
+    if other is None:
+        return said
+    slots, requests = other
+    return f"{said}, with which SGLang fits {requests} running requests and {slots} slots into {memory:g} GiB"
+
+
 def lines(launch: Launch, memory: float | None, batches: Sequence[int]) -> list[tuple[str, str]]:
     """(subject, detail) of everything there is to say about a launch that would run."""
     from replayssm_kernels.traffic import buffered_bytes, conventional_bytes
@@ -305,7 +344,7 @@ def lines(launch: Launch, memory: float | None, batches: Sequence[int]) -> list[
         ("slot", f"{launch.slot / MIB:.2f} MiB of states per slot ({8 * launch.state_size}-bit)"),
         (
             "ring",
-            f"{shape.bytes_per_row() / MIB:.2f} MiB per running request "
+            f"{launch.row / MIB:.2f} MiB per running request "
             f"(L = {shape.capacity}, u in {str(shape.u_dtype).removeprefix('torch.')})",
         ),
     ]
@@ -317,7 +356,7 @@ def lines(launch: Launch, memory: float | None, batches: Sequence[int]) -> list[
         slots, requests = fit(launch, memory)
         if running is None or requests < running:
             running, why = requests, f"{memory:g} GiB"
-        ring = (requests + 1) * shape.bytes_per_row() / GIB
+        ring = (requests + 1) * launch.row / GIB
         states = (slots + 1) * launch.slot / GIB
         said.append(
             (
@@ -326,6 +365,9 @@ def lines(launch: Launch, memory: float | None, batches: Sequence[int]) -> list[
                 f"({states:.2f} GiB), {memory - ring - states:.2f} GiB left for KV",
             )
         )
+    if shape.max_width > 1:
+        said.append(("drafts", _drafts(launch, memory)))
+        return said
     kind = worth.kind_of(shape)
     table = worth.measured()[kind]
     measured_state = table["v_heads"] * table["head_dim"] ** 2 * 4

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_replayssm import arguments, cache_hooks, memory_plan, operator_hooks, split_extend
+from sglang_replayssm import arguments, cache_hooks, memory_plan, operator_hooks, split_extend, verify_hooks
 from sglang_replayssm.boundaries import policy_from_environment
 from sglang_replayssm.metrics import Tally
 from sglang_replayssm.prefix_states import ATTRIBUTE as STATES_ATTRIBUTE
@@ -34,7 +34,7 @@ _FUSED_DECODE = "_k3_fused_decode_args"  # on a layer: static weights of SGLang'
 def publish(original: Original, server_args: Any, *args: Any, **kwargs: Any) -> Any:
     """runtime_context.publish: every process of a server with the flag on proves that its hooks are live."""
     result = original(server_args, *args, **kwargs)
-    if getattr(server_args, "enable_linear_replayssm", False):
+    if arguments.asked(server_args):
         from sglang_replayssm.plugin import require_live_hooks
 
         require_live_hooks()
@@ -46,7 +46,8 @@ def handle_max_mamba_cache(original: Original, configurator: Any, total_rest_mem
     if not arguments.requested():
         return original(configurator, total_rest_memory)
     charge = memory_plan.reserve(configurator, total_rest_memory)
-    left = original(configurator, total_rest_memory - charge)
+    with memory_plan.without_snapshots(configurator):
+        left = original(configurator, total_rest_memory - charge)
     memory_plan.require_room(configurator, total_rest_memory, charge, left)
     return left
 
@@ -167,6 +168,9 @@ def init_metadata(original: Original, backend: Any, forward_batch: ForwardBatch)
     if forward_batch.logical_forward_mode.is_decode():
         _plan(ring, backend, forward_batch, forward_batch.mamba_track_mask)
         return
+    if forward_batch.logical_forward_mode.is_target_verify():
+        verify_hooks.plan(ring, backend, forward_batch)
+        return
     states = states_of(backend.req_to_token_pool)
     if states is not None:
         split = states.split_of(backend, forward_batch, functools.partial(original, backend))
@@ -188,6 +192,11 @@ def init_metadata_out_graph(
         ring.graph_track_masks[size] = forward_batch.mamba_track_mask
     elif forward_batch.forward_mode.is_decode():
         _plan(ring, backend, forward_batch, ring.graph_track_masks.get(size))
+    elif in_capture and forward_batch.forward_mode.is_target_verify():
+        ring.disarm(size)
+        ring.layout(forward_batch.spec_info.draft_token_num)
+    elif forward_batch.forward_mode.is_target_verify():
+        verify_hooks.plan(ring, backend, forward_batch)
 
 
 def _plan(ring: RequestRing, backend: Any, batch: ForwardBatch, mask: torch.Tensor | None) -> None:
@@ -230,10 +239,13 @@ def forward_decode(
 def forward_extend(
     original: Original, backend: Any, layer: Any, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
 ) -> Any:
-    """{GDN,KDA}AttnBackend.forward_extend: in rounds, where boundaries ask for states on the way.
+    """{GDN,KDA}AttnBackend.forward_extend: a verify step, or an extend in rounds where boundaries ask for states.
 
     A prefill that runs from a CUDA graph comes with tables of its own and is not split; its boundaries stay unwritten.
     """
+    ring = _buffered(backend)
+    if ring is not None and forward_batch.forward_mode.is_target_verify():
+        return verify_hooks.forward(ring, backend, layer, forward_batch, *args, **kwargs)
     split = getattr(backend, _SPLIT, None)
     if split is None or getattr(backend, "prefill_graph_metadata", None) is not None:
         return original(backend, layer, forward_batch, *args, **kwargs)
@@ -279,6 +291,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "publish": publish,
     "_handle_max_mamba_cache": handle_max_mamba_cache,
     "_build_hybrid_req_pool": build_hybrid_req_pool,
+    "MambaPool.__init__": verify_hooks.pool_init,
+    "update_mamba_state_after_mtp_verify": verify_hooks.commit,
     "forward": model_forward,
     "__init__": backend_init,
     "init_forward_metadata": init_metadata,

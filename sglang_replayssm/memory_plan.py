@@ -6,7 +6,9 @@ leaves. `rows_for` solves that: the smallest number of rows whose charge still c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,19 +24,24 @@ _reserved: dict[int, int] = {}
 
 def ring_shape(configurator: Any, rows: int) -> RingShape:
     """Shape of the ring for the configurator's model shard and `rows` request rows (padding row included)."""
-    from sglang.srt.runtime_context import get_server_args
-
     return shape_for(
         configurator.mambaish_config.mamba2_cache_params,
         rows=rows,
-        capacity=get_server_args().linear_replayssm_cache_len,
+        capacity=arguments.ring_capacity(),
         key_dtype=configurator.model_config.dtype,
         lower_bound=gate_bound(configurator.model),
+        max_width=arguments.step_width(),
     )
 
 
 def shape_for(
-    params: Any, *, rows: int, capacity: int, key_dtype: torch.dtype, lower_bound: float | None = None
+    params: Any,
+    *,
+    rows: int,
+    capacity: int,
+    key_dtype: torch.dtype,
+    lower_bound: float | None = None,
+    max_width: int = 1,
 ) -> RingShape:
     """Shape of the ring beside slots of SGLang's cache parameters `params`; not validated."""
     v_heads, value_dim, key_dim = params.shape.temporal
@@ -50,6 +57,34 @@ def shape_for(
         u_dtype=getattr(torch, arguments.u_dtype_name()),
         gate="kda" if params.is_kda else "gdn",
         lower_bound=lower_bound,
+        max_width=max_width,
+    )
+
+
+def row_bytes(params: Any, shape: RingShape) -> int:
+    """Device bytes that a request row costs: its ring, and with verify steps the conv windows of its drafts."""
+    return shape.bytes_per_row() + window_bytes(params, shape.max_width)
+
+
+def window_bytes(params: Any, width: int) -> int:
+    """Device bytes of one row's conv windows, one per draft, of which SGLang takes the accepted one; without drafts 0.
+
+    They overlap, and SGLang stores what they share once, where its kernels allow that (`windows_overlap`).
+    """
+    if width == 1:
+        return 0
+    window = params.shape.conv_kernel - 1
+    elements = sum(math.prod(conv) for conv in params.shape.conv)
+    elements = elements // window * (width + window - 1) if windows_overlap(params) else elements * width
+    return elements * params.dtype.conv.itemsize * len(params.layers)
+
+
+def windows_overlap(params: Any) -> bool:
+    """Whether drafts share the storage of their conv windows, as SGLang decides it for a chain of drafts."""
+    from sglang.srt.mem_cache import memory_pool
+
+    return not params.shape.disable_conv_window_dedup and memory_pool.conv_window_dedup_enabled(
+        memory_pool._is_npu, memory_pool._is_cpu, 1, params.is_kda
     )
 
 
@@ -97,8 +132,9 @@ def reserve(configurator: Any, total_rest_memory: float) -> float:
     """
     from sglang.srt.runtime_context import get_memory, get_schedule
 
-    per_row = ring_shape(configurator, rows=2).bytes_per_row()
-    slot = configurator.mambaish_config.mamba2_cache_params.mamba_cache_per_req
+    params = configurator.mambaish_config.mamba2_cache_params
+    per_row = row_bytes(params, ring_shape(configurator, rows=2))
+    slot = params.mamba_cache_per_req
     ratio = configurator._calculate_mamba_ratio()
     schedule = get_schedule()
     most = MOST_REQUESTS
@@ -123,6 +159,23 @@ def reserve(configurator: Any, total_rest_memory: float) -> float:
         raise _does_not_fit(rows, charge, total_rest_memory, states=0.0)
     _reserved[id(configurator)] = rows
     return charge
+
+
+@contextlib.contextmanager
+def without_snapshots(configurator: Any) -> Iterator[None]:
+    """While SGLang sizes its slots: no memory for a state per draft, which nothing allocates under ring spec-verify.
+
+    Under its own flag SGLang asks for none; that flag is off, and it reads nothing else of the algorithm there.
+    """
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    algorithm = configurator.spec_algorithm
+    if arguments.spec_requested():
+        configurator.spec_algorithm = SpeculativeAlgorithm.NONE
+    try:
+        yield
+    finally:
+        configurator.spec_algorithm = algorithm
 
 
 def require_room(configurator: Any, total_rest_memory: float, charge: float, left: float) -> None:

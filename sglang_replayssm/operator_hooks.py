@@ -23,9 +23,7 @@ def collector_init(original: Original, collector: Any, *args: Any, **kwargs: Any
     """SchedulerMetricsCollector.__init__: the plugin's metrics join SGLang's, under the same labels."""
     original(collector, *args, **kwargs)
     if arguments.requested():
-        from sglang.srt.runtime_context import get_server_args
-
-        metrics.start(collector.labels, get_server_args().linear_replayssm_cache_len)
+        metrics.start(collector.labels, arguments.ring_capacity())
 
 
 def on_idle(original: Original, scheduler: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_replayssm import split_extend
+from sglang_replayssm import arguments, split_extend
 from sglang_replayssm.boundaries import BoundaryPolicy, StateLedger, TextHistory, parse_hints
 from sglang_replayssm.split_extend import Pause, SplitExtend
 
@@ -206,7 +206,8 @@ class PrefixStates:
 
     def end_forward(self, batch: ForwardBatch) -> None:
         """After any forward: the extends of its rows have run."""
-        if self._by_row and not batch.logical_forward_mode.is_decode_or_idle():
+        mode = batch.logical_forward_mode
+        if self._by_row and not (mode.is_decode_or_idle() or mode.is_target_verify()):
             self._by_row.clear()
 
     # -- after the prefill: insert ------------------------------------------------------------------------------------
@@ -279,13 +280,18 @@ class PrefixStates:
         return token_ids_len
 
     def _launched(self, req: Any) -> bool:
-        """Whether the step of the last committed token has been launched.
+        """Whether the slot stands at the last committed token once everything that was launched has run.
 
         SGLang commits a decode step's token when it prepares the step, and launches it before it looks at the results
         of the step before; except that of two mixed steps in a row the second waits for the first's results.
+
+        A verify step that is one too many moves the slot's conv window past the key, and so do drafts that were
+        accepted and then cut by a grammar.
         """
         from sglang.srt.runtime_context import get_schedule
 
+        if arguments.spec_requested():
+            return get_schedule().disable_overlap_schedule and req.grammar is None
         ahead = req.kv.kv_committed_len - (len(req.origin_input_ids) + len(req.output_ids) - 1)
         return not ahead or not get_schedule().enable_mixed_chunk
 

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from replayssm_kernels.cursors import Counters, StepPlan, mark_fresh, plan_forced_fold, plan_step
+from replayssm_kernels.cursors import Counters, StepPlan, mark_fresh, plan_forced_fold, plan_snapshot, plan_step
 from replayssm_kernels.decode import decode
 from replayssm_kernels.launch_shapes import direct_batch as measured_direct_batch
 from replayssm_kernels.materialise import materialise
 from replayssm_kernels.ring import Ring, RingShape
+from replayssm_kernels.verify import verify
 from sglang_replayssm.agreement import Agreement
 from sglang_replayssm.metrics import Reporter, Tally
 
@@ -107,14 +108,21 @@ class RequestRing:
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             self._agreement = Agreement(self.ring.checkpoint)
         self._leaving: list[tuple[int, torch.Tensor, int]] = []
+        self._layouts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         logger.info(
-            "ReplaySSM: buffered decode on, ring of %d records x %d request rows x %d layers = %.2f GiB (u in %s).",
+            "ReplaySSM: %s on, ring of %d records x %d request rows x %d layers = %.2f GiB (u in %s).",
+            f"ring spec-verify of {shape.max_width} tokens a step" if self.verifies else "buffered decode",
             shape.capacity,
             shape.rows,
             shape.layers,
             size / GIB,
             str(shape.u_dtype).removeprefix("torch."),
         )
+
+    @property
+    def verifies(self) -> bool:
+        """Whether this is the ring of a server with speculative decoding."""
+        return self.ring.shape.max_width > 1
 
     def decided(self, *decision: object) -> None:
         """Something that every tensor-parallel rank must decide alike, in plain values: for their comparison."""
@@ -126,6 +134,7 @@ class RequestRing:
         shape = self.ring.shape
         return {
             "buffered_decode": True,
+            "verify_width": shape.max_width,
             "gate": shape.gate,
             "layers": shape.layers,
             "capacity": shape.capacity,
@@ -142,8 +151,8 @@ class RequestRing:
     def before_forward(self, batch: ForwardBatch) -> None:
         """Before any forward of the target model: resets rows that changed owner, folds rows that extend.
 
-        A forward that is neither buffered decode nor idle reads and writes the slot itself, so it starts from a
-        folded slot and leaves the checkpoint at the end of the extend (DESIGN invariant 3).
+        A forward that is neither buffered decode, nor ring verify, nor idle reads and writes the slot itself, so it
+        starts from a folded slot and leaves the checkpoint at the end of the extend (DESIGN invariant 3).
         """
         self._fold_leaving()
         self._claim_rows()
@@ -153,7 +162,7 @@ class RequestRing:
         if self.reporter is not None:
             self.reporter.before_forward()
         mode = batch.logical_forward_mode
-        if mode.is_decode_or_idle():
+        if mode.is_decode_or_idle() or mode.is_target_verify():
             return
         rows = batch.req_pool_indices
         slots = self.pool.get_mamba_indices(rows)
@@ -232,6 +241,96 @@ class RequestRing:
 
     def snapshot(self) -> None:
         """After the last layer: the states that track boundaries of this step asked for, into their track slots."""
+        materialise(self.state, self.ring, self.plan.snapshot)
+
+    # -- verify -------------------------------------------------------------------------------------------------------
+
+    def plan_verify(self, rows: torch.Tensor, committed: torch.Tensor, slots: torch.Tensor, width: int) -> None:
+        """Once per verify forward, before the first layer: cursors, and the folds that are due.
+
+        Accepted drafts are pending from the next step on and rejected ones are written over: `committed` says which.
+
+        Args:
+            rows, committed, slots: [B] device vectors: request rows, token counts without this step's `width` tokens,
+                slots (-1 padding).
+            width: tokens that the step brings to every entry.
+        """
+        _, widths = self.layout(width)
+        plan_step(
+            self.ring,
+            self.plan,
+            rows,
+            committed + width,
+            slots,
+            counters=self.counters,
+            widths=widths[: rows.shape[0]],
+        )
+        materialise(self.state, self.ring, self.plan.fold)
+
+    def layout(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(starts, widths) of entries that bring `width` tokens each, as `verify` takes them: int32, for the largest
+        batch. Made once, before a CUDA graph that reads them is captured.
+        """
+        if width not in self._layouts:
+            most = self.plan.pending.shape[0]
+            starts = torch.arange(0, (most + 1) * width, width, dtype=torch.int32, device=self._device)
+            self._layouts[width] = starts, torch.full((most,), width, dtype=torch.int32, device=self._device)
+        return self._layouts[width]
+
+    def verify_layer(
+        self,
+        layer_id: int,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        A_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        scale: float,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        width: int,
+    ) -> torch.Tensor:
+        """One layer's ring verify of B entries x `width` tokens: output [B * width, HV, V] in mixed_qkv's dtype, zeros
+        for padding; writes one record per token.
+
+        Args: as `replayssm_kernels.verify.verify`.
+        """
+        index = self.layer_index[layer_id]
+        batch = rows.shape[0]
+        starts, widths = self.layout(width)
+        return verify(
+            mixed_qkv,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            self.state[index],
+            self.ring,
+            index,
+            slots,
+            rows,
+            self.plan.pending[:batch],
+            starts[: batch + 1],
+            widths[:batch],
+            scale,
+        )
+
+    def snapshot_verified(
+        self,
+        rows: torch.Tensor,
+        committed: torch.Tensor,
+        slots: torch.Tensor,
+        steps: torch.Tensor,
+        track_slots: torch.Tensor,
+    ) -> None:
+        """After acceptance: the states that track boundaries inside accepted runs asked for, into their track slots.
+
+        Args: [B] device vectors: as `plan_verify` had them; the step after whose token a boundary lies (0 is the
+            step's first token, negative: no boundary was crossed), and destination slots (negative: none).
+        """
+        positions = torch.where(steps >= 0, committed + steps + 1, -1)
+        plan_snapshot(self.ring, self.plan.snapshot, rows, positions, slots, track_slots, self.counters)
         materialise(self.state, self.ring, self.plan.snapshot)
 
     # -- slot leaves the request --------------------------------------------------------------------------------------

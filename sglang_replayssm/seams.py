@@ -52,7 +52,11 @@ def _backend_seams(module: str, kind: str, dispatcher_fields: tuple[str, ...]) -
     backend = f"{_S}layers.attention.linear.{module}.{kind}AttnBackend"
     dispatcher = f"{_S}layers.attention.linear.{module}.{kind}KernelDispatcher"
     return (
-        Seam(backend, "read", fields=("req_to_token_pool", "kernel_dispatcher", "forward_metadata")),
+        Seam(
+            backend,
+            "read",
+            fields=("req_to_token_pool", "kernel_dispatcher", "forward_metadata", "verify_intermediate_state_indices"),
+        ),
         Seam(backend + ".__init__", "override", ("self", "model_runner")),
         Seam(backend + ".init_forward_metadata", "override", ("self", "forward_batch")),
         Seam(
@@ -118,6 +122,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_S + "runtime_context.get_schedule", "call"),
     Seam(_S + "runtime_context.get_memory", "call"),
     Seam(_S + "runtime_context.get_parallel", "call"),
+    Seam(_S + "runtime_context.max_speculative_num_draft_tokens", "call"),
     Seam(_S + "runtime_context.ParallelContext.override", "call", ("self", "kwargs")),
     # Memory plan and pools
     Seam(_CONFIGURATOR + "_handle_max_mamba_cache", "override", ("self", "total_rest_memory")),
@@ -132,7 +137,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         _S + "mem_cache.kv_cache_configurator.KVCacheConfigurator",
         "read",
-        fields=("mambaish_config", "model", "model_config", "attn_dp_size", "device"),
+        fields=("mambaish_config", "model", "model_config", "attn_dp_size", "device", "spec_algorithm"),
     ),
     Seam(
         _S + "configs.mamba_utils.BaseLinearStateParams",
@@ -140,15 +145,64 @@ SEAMS: tuple[Seam, ...] = (
         fields=("layers", "mamba_cache_per_req", "is_kda"),
     ),
     Seam(_S + "configs.bailing_hybrid.BailingHybridConfig", "read", fields=("kda_lower_bound",)),
-    Seam(_S + "configs.mamba_utils.Mamba2StateShape", "read", fields=("temporal", "num_k_heads_per_tp")),
-    Seam(_S + "configs.mamba_utils.KimiLinearStateShape", "read", fields=("temporal", "num_k_heads_per_tp")),
+    *(
+        Seam(
+            _S + "configs.mamba_utils." + shape,
+            "read",
+            fields=("temporal", "num_k_heads_per_tp", "conv", "conv_kernel", "disable_conv_window_dedup"),
+        )
+        for shape in ("Mamba2StateShape", "KimiLinearStateShape")
+    ),
     Seam(_POOL + "ReqToTokenPool", "read", fields=("req_generation", "req_to_token", "size")),
     Seam(_POOL + "HybridReqToTokenPool.get_mamba_indices", "call", ("self", "req_indices")),
     Seam(
         _POOL + "HybridReqToTokenPool._init_mamba_pool", "read", fields=("mamba_pool", "mamba_map", "mamba_allocator")
     ),
-    Seam(_POOL + "MambaPool", "read", fields=("mamba_cache", "size")),
+    Seam(_POOL + "MambaPool", "read", fields=("mamba_cache", "size", "device", "mem_usage", "SpeculativeState")),
     Seam(_POOL + "MambaPool.State", "read", fields=("conv", "temporal")),
+    # Speculative decoding
+    Seam(_S + "speculative.spec_info.SpeculativeAlgorithm", "read", fields=("NONE",)),
+    Seam(
+        _POOL + "MambaPool.__init__",
+        "override",
+        ("self", "size", "spec_state_size", "cache_params", "mamba_layer_ids", "device", "enable_memory_saver")
+        + ("speculative_num_draft_tokens", "speculative_eagle_topk", "enable_linear_replayssm")
+        + ("linear_replayssm_cache_len", "envelope_layout", "enable_linear_replayssm_spec"),
+    ),
+    Seam(_POOL + "MambaPool.SpeculativeState", "read", fields=("intermediate_ssm", "intermediate_conv_window")),
+    Seam(_POOL + "MambaPool._detect_conv_window_axis", "call", ("self", "conv_state_shape", "win_len")),
+    Seam(
+        _POOL + "MambaPool._allocate_deduplicated_conv_window",
+        "call",
+        ("self", "conv_shape", "num_mamba_layers", "spec_state_size", "speculative_num_draft_tokens", "conv_dtype"),
+    ),
+    Seam(_POOL + "conv_window_dedup_enabled", "call", ("is_npu", "is_cpu", "speculative_eagle_topk", "is_kda")),
+    Seam(_POOL + "HybridReqToTokenPool.get_speculative_mamba2_params_all_layers", "call", ("self",)),
+    Seam(
+        _S + "layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
+        "override",
+        ("self", "last_correct_step_indices", "mamba_track_indices", "mamba_steps_to_track", "model")
+        + ("req_pool_indices",),
+    ),
+    Seam(
+        _S + "layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend",
+        "read",
+        fields=("linear_attn_backend",),
+    ),
+    Seam(_S + "speculative.eagle_info.EagleVerifyInput", "read", fields=("draft_token_num",)),
+    Seam(
+        "sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_update",
+        "call",
+        ("x", "conv_state", "weight", "bias", "activation", "cache_seqlens", "conv_state_indices")
+        + ("num_accept_tokens", "intermediate_conv_window", "intermediate_state_indices", "retrieve_next_token")
+        + ("retrieve_next_sibling", "retrieve_parent_token", "pad_slot_id", "metadata", "validate_data"),
+    ),
+    Seam(
+        "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify",
+        "call",
+        ("mamba_caches", "state_indices_tensor", "last_correct_step_indices", "mamba_track_indices")
+        + ("mamba_steps_to_track", "src_indices_raw"),
+    ),
     # Forward
     Seam(
         _S + "model_executor.model_runner.ModelRunner",
@@ -183,6 +237,7 @@ SEAMS: tuple[Seam, ...] = (
             "mamba_track_seqlens",
             "mamba_track_seqlens_cpu",
             "mamba_prefill_track_mask_cpu",
+            "spec_info",
         ),
     ),
     Seam(
@@ -190,7 +245,11 @@ SEAMS: tuple[Seam, ...] = (
         "read",
         fields=("is_decode", "is_decode_or_idle", "is_extend", "is_target_verify"),
     ),
-    Seam(_S + "layers.radix_linear_attention.RadixLinearAttention", "read", fields=("layer_id", "lower_bound")),
+    Seam(
+        _S + "layers.radix_linear_attention.RadixLinearAttention",
+        "read",
+        fields=("layer_id", "lower_bound", "head_k_dim", "conv_weights", "bias", "activation", "A_log", "dt_bias"),
+    ),
     *_backend_seams("gdn_backend", "GDN", ()),
     *_backend_seams("kda_backend", "KDA", ("supports_packed_decode_safe_gate",)),
     Seam(
@@ -311,7 +370,7 @@ SEAMS: tuple[Seam, ...] = (
         fields=("rid", "kv", "prefix_len", "extend_end", "full_untruncated_fill_ids", "mamba_branching_seqlen")
         + ("sampling_params", "extra_key", "cache_salt", "multimodal_inputs", "input_embeds")
         + ("positional_embed_overrides", "skip_radix_cache_insert", "origin_input_ids", "output_ids")
-        + ("finished_reason",),
+        + ("finished_reason", "grammar"),
     ),
     Seam(_S + "managers.schedule_batch.FINISH_ABORT", "call"),
     Seam(

@@ -93,6 +93,36 @@ CONFIGS |= {
     "boundaries-lazy": _deep(*LAZY, **BOUNDARIES),
 }
 
+# Speculative decoding: the model drafts 3 tokens for itself, and takes them or not. Its attention runs on the triton
+# backend; one split of the KV keeps the interpreter's time down.
+DRAFTS = (
+    *("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1", "--speculative-algorithm", "NEXTN"),
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+)
+SPEC = ("--enable-linear-replayssm-spec",)
+EXTRA_BUFFER = ("--mamba-radix-cache-strategy", "extra_buffer", *TRACK_64)  # without overlap it is not the default
+PRECISE_STATE = ("--mamba-ssm-dtype", "float32")  # what the flag makes it
+
+
+def _drafts(*args: str, plugin: bool = True, **env: str) -> Config:
+    flags = (*DRAFTS, *(SPEC if plugin else PRECISE_STATE))
+    return Config("qwen3-next-mtp", (*flags, *args), {**(_watched() if plugin else {}), **env}, plugin)
+
+
+CONFIGS |= {
+    "drafts-off": Config("qwen3-next-mtp", (*DRAFTS[:4], *EXTRA_BUFFER, *PRECISE_STATE)),
+    "drafts-plain": _drafts(*EXTRA_BUFFER, plugin=False),
+    "drafts-in-tree": _drafts(*EXTRA_BUFFER, *SPEC, plugin=False),
+    "drafts-on": _drafts(*EXTRA_BUFFER),
+    "drafts-on-len-4": _drafts(*EXTRA_BUFFER, "--linear-replayssm-cache-len", "4"),
+    "drafts-on-no-buffer": _drafts(*NO_BUFFER, *REPLAY),
+    "drafts-on-no-cache": _drafts(*NO_CACHE),
+    "drafts-on-boundaries": _drafts(*EXTRA_BUFFER, *REPLAY, **BOUNDARIES),
+    "drafts-on-pages": _drafts(*EXTRA_BUFFER, "--page-size", "64", "--chunked-prefill-size", "128"),
+    "drafts-on-retract": _drafts(*EXTRA_BUFFER, *RETRACT, SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8"),
+    "drafts-on-bf16": _drafts(*EXTRA_BUFFER, *BF16, **BF16_ENV),
+}
+
 # The host tier (HiCache): device pools so small that five documents push the first one out, to the host.
 HOST = (
     *("--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),

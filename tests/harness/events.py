@@ -18,12 +18,14 @@ _FILE = Path(tempfile.gettempdir()) / f"replayssm-probe-{os.getpid()}.jsonl"
 
 @dataclass(frozen=True)
 class Event:
-    """One decode step, extend or hand-over.
+    """One decode or verify step, extend or hand-over.
 
     Attributes:
-        kind: "decode", "extend" or "hand over" (a slot folded because someone else takes it).
-        rows: request rows of the batch; lens: their token counts with this step's tokens.
-        pending: per row, records that the decode step replays (-1 fault, -2 padding, -3 a direct step).
+        kind: "decode", "verify", "verified" (what was accepted of a verify step is known), "extend" or "hand over" (a
+            slot folded because someone else takes it).
+        rows: request rows of the batch; lens: their token counts with this step's tokens, drafts included; of a
+            "verified" step where its snapshots stand.
+        pending: per row, records that the step replays (-1 fault, -2 padding, -3 a direct step).
         prefix: per row, tokens before the extend.
         folds, snapshots: (row, source slot, destination slot, number of records).
         mode: SGLang's forward mode of an extend.
@@ -80,7 +82,7 @@ class Events:
     def snapshots(self) -> list[tuple[int, int]]:
         """(token count, records materialised) of every snapshot at a track boundary."""
         found = []
-        for event in self.of("decode"):
+        for event in [*self.of("decode"), *self.of("verified")]:
             length = dict(zip(event.rows, event.lens, strict=True))
             found += [(length[row], upto) for row, _, _, upto in event.snapshots]
         return found

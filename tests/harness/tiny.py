@@ -30,9 +30,9 @@ VOCABULARY = 320
 """Token ids a prompt may use are 2 to 257 (bytes); 0 and 1 are special, the rest pad the table."""
 
 KIMI = ("kimi-linear", "kimi-linear-bf16", "kimi-linear-moe", "ling-v3")
-NAMES = ("qwen3-next", "qwen3-next-deep", "qwen3-next-tp", "qwen3.5", *KIMI)
-"""`deep` and those with Kimi Delta Attention have 3 linear layers and 1 full one, as the real models' period; the
-others 1 and 1, for speed. `tp` has heads for two ranks.
+NAMES = ("qwen3-next", "qwen3-next-deep", "qwen3-next-tp", "qwen3-next-mtp", "qwen3.5", *KIMI)
+"""`deep`, `mtp` and those with Kimi Delta Attention have 3 linear layers and 1 full one, as the real models' period;
+the others 1 and 1, for speed. `tp` has heads for two ranks, `mtp` a layer that drafts (multi-token prediction).
 """
 
 WEIGHT_STD, EMBEDDING_STD, CONV_STD = 0.2, 1.0, 0.5
@@ -67,7 +67,7 @@ def config(name: str) -> dict[str, Any]:
         from tests.harness import kimi
 
         return kimi.config(name, VOCABULARY)
-    layers = 4 if name.endswith("-deep") else 2
+    layers = 4 if name.endswith(("-deep", "-mtp")) else 2
     body = dict(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -165,7 +165,42 @@ def _write_checkpoint(name: str, folder: Path) -> None:
                 std = CONV_STD if "conv1d" in key else EMBEDDING_STD if "embed" in key else WEIGHT_STD
                 parameter.data.normal_(0, std)
     weights = dict(_published_names(model.to(torch.float16).state_dict()))
+    if name.endswith("-mtp"):
+        _add_drafts(weights, full_layer=config(name)["num_hidden_layers"] - 1)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+FOLLOWS, EMBEDDING = 6.0, 2.0
+"""How strongly the head of `mtp` prefers the successor of a token in a fixed permutation, beside its noise; and how
+much larger than in the other models the embedding is, by which the head knows the token.
+"""
+
+
+def _add_drafts(weights: dict[str, torch.Tensor], full_layer: int) -> None:
+    """Adds the layer for multi-token prediction, and makes its guesses right now and then, wrong now and then.
+
+    The head prefers for every token one successor, which the draft layer sees in the token's embedding and nearly
+    nothing else; the whole model decides by its state as well.
+    """
+    import torch
+
+    random = torch.Generator().manual_seed(7)
+    prefix = f"model.layers.{full_layer}."
+    for key in [key for key in weights if key.startswith(prefix)]:
+        value = weights[key]
+        noise = torch.randn(value.shape, generator=random) * 0.1
+        weights[key.replace(prefix, "mtp.layers.0.")] = noise.half() if value.dim() > 1 else value.clone()
+    embedding = weights["model.embed_tokens.weight"].float()
+    weights["model.embed_tokens.weight"] = (EMBEDDING * embedding).half()
+    size, width = embedding.shape
+    successor = embedding[torch.randperm(size, generator=random)]
+    head = FOLLOWS * successor + torch.randn(size, width, generator=random)
+    weights["lm_head.weight"] = (WEIGHT_STD * head).half()
+    weights["mtp.norm.weight"] = weights["model.norm.weight"].clone()
+    for part in ("embedding", "hidden"):
+        weights[f"mtp.pre_fc_norm_{part}.weight"] = torch.zeros(width).half()
+    both = torch.cat([2 * torch.eye(width), 0.1 * torch.randn(width, width, generator=random)], 1)
+    weights["mtp.fc.weight"] = both.half()
 
 
 def load_skeleton(folder: Path) -> Any:

@@ -12,10 +12,17 @@ from typing import Any
 
 import torch
 
-from sglang_replayssm.arguments import FLAG
+from sglang_replayssm.arguments import FLAG, SPEC_FLAG
 from tests.harness import host, tiny
 
 DEVICE = "cuda" if host.has_gpu() else "cpu"
+DRAFTS = ("--attention-backend", "triton", "--speculative-algorithm", "NEXTN", "--speculative-eagle-topk", "1")
+"""Speculative decoding, but for its length: `drafts` adds that."""
+
+
+def drafts(width: int) -> tuple[str, ...]:
+    """Arguments of a server whose verify steps bring `width` tokens."""
+    return (*DRAFTS, "--speculative-num-steps", str(width - 1), "--speculative-num-draft-tokens", str(width))
 
 
 @functools.cache
@@ -62,6 +69,11 @@ def publish_flag(*argv: str, model: str | Path = "qwen3-next-deep") -> Any:
     return publish(parse(FLAG, *argv, model=model))
 
 
+def publish_spec_flag(width: int, *argv: str, model: str | Path = "qwen3-next-deep") -> Any:
+    """Resolve and publish a launch with ring spec-verify of `width` tokens a step."""
+    return publish(parse(SPEC_FLAG, *drafts(width), *argv, model=model))
+
+
 def config_folder(folder: Path, **config: Any) -> Path:
     """A model folder that holds nothing but a config."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,11 +102,14 @@ def configurator(server_args: Any, attn_dp_size: int = 1, layers: Sequence[torch
         model_dtype=torch.float16,
         page_size=1,
         sliding_window_size=None,
-        spec_algorithm=SpeculativeAlgorithm.from_string(None),
+        spec_algorithm=SpeculativeAlgorithm.from_string(resolved(server_args, "speculative_algorithm")),
         is_draft_worker=False,
         post_capture_kv_active=False,
         spec_aux_config=SimpleNamespace(
-            dflash_draft_num_layers=None, draft_model_config=None, draft_kv_num_layers=None
+            dflash_draft_num_layers=None,
+            eagle_draft_num_layers=None,
+            draft_model_config=None,
+            draft_kv_num_layers=None,
         ),
         is_hybrid_swa=False,
         is_hybrid_swa_compress=False,

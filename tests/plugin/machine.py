@@ -76,6 +76,7 @@ class Sizes:
     rows: int = 3
     slots: int = 8
     capacity: int = 3
+    width: int = 1  # tokens of a verify step; 1: no speculative decoding
     k_heads: int = 1
     v_heads: int = 1
     key_dim: int = 16
@@ -114,6 +115,8 @@ def make_pool(sizes: Sizes) -> Any:
             dtype=Mamba2StateDType(conv=torch.float32, temporal=sizes.state_dtype),
         ),
         mamba_layer_ids=list(sizes.layer_ids),
+        speculative_num_draft_tokens=sizes.width if sizes.width > 1 else None,
+        speculative_eagle_topk=1,
         enable_mamba_extra_buffer=sizes.extra_buffer,
         enable_overlap_schedule=sizes.overlap,
     )
@@ -129,6 +132,7 @@ def ring_shape(sizes: Sizes, rows: int) -> RingShape:
         value_dim=sizes.value_dim,
         capacity=sizes.capacity,
         key_dtype=torch.float32,
+        max_width=sizes.width,
     )
 
 
@@ -331,6 +335,84 @@ class Machine:
                 copies = [state.clone() for state in request.states]
                 snapshots.append(Snapshot(self.ints([int(slot)]), copies, request.length))
                 self.expect_slot(slot, copies, f"snapshot of row {request.row} at {request.length}")
+        return snapshots
+
+    def verify(
+        self,
+        requests: Sequence[Request],
+        accepted: Sequence[int],
+        track: dict[Request, tuple[torch.Tensor | int, int]] | None = None,
+        padding: int = 0,
+        dead: Sequence[Request] = (),
+        width: int | None = None,
+    ) -> list[Snapshot]:
+        """One verify step of the batch, of which each request keeps its first `accepted` tokens; all drafts are judged.
+
+        Args:
+            track: per request a destination slot (-1: none kept) and the number of its accepted tokens at which a track
+                boundary lies; returns those snapshots.
+            padding, dead: as in `decode`.
+            width: tokens of this step, up to the ring's; None for all.
+        """
+        s = self.sizes
+        width = width or s.width
+        live = [*requests, *dead]
+        rows = [request.row for request in live] + [0] * padding
+        lens = [request.length for request in live] + [1] * padding
+        slots = self.ints([request.slot for request in live] + [-1] * padding, torch.int32)
+        inputs = self.tokens(len(rows) * width)
+        batch = self.batch("TARGET_VERIFY", rows, lens)
+
+        def step() -> list[torch.Tensor]:
+            self.ring.plan_verify(batch.req_pool_indices, batch.seq_lens, slots, width)
+            return [
+                self.ring.verify_layer(
+                    layer_id,
+                    inputs[layer].mixed_qkv,
+                    inputs[layer].a,
+                    inputs[layer].b,
+                    A_log=self.A_log[layer],
+                    dt_bias=self.dt_bias[layer],
+                    scale=self.scale,
+                    slots=slots,
+                    rows=batch.req_pool_indices,
+                    width=width,
+                )
+                for layer, layer_id in enumerate(s.layer_ids)
+            ]
+
+        self.outputs = outputs = self.forward(batch, step)
+        if track is not None:
+            steps = self.ints([track[r][1] - 1 if r in track else -1 for r in live])
+            destinations = self.ints([int(track[r][0]) if r in track else -1 for r in live])
+            count = len(live)  # SGLang commits the requests of the batch, without its padding
+            self.ring.snapshot_verified(
+                batch.req_pool_indices[:count], batch.seq_lens[:count], slots[:count], steps, destinations
+            )
+        snapshots = []
+        before = {request: request.length for request in requests}
+        for i, (request, count) in enumerate(zip(requests, accepted, strict=True)):
+            for layer, output in enumerate(outputs):
+                state = request.states[layer][None]
+                passed = [state]
+                for t in range(width):
+                    token = self.gates(layer, inputs[layer][i * width + t : i * width + t + 1])
+                    expected, state, _ = reference.step(state, token)
+                    passed.append(state)
+                    error = reference.relative_error(output[i * width + t], expected[0])
+                    assert error <= BOUND, f"row {request.row} at {request.length} + {t}: output off by {error:.1e}"
+                request.states[layer] = passed[count][0]
+                if track is not None and request in track:
+                    slot, at = track[request]
+                    if int(slot) >= 0:
+                        if layer == 0:
+                            snapshots.append(Snapshot(self.ints([int(slot)]), [], before[request] + at))
+                        snapshots[-1].states.append(passed[at][0].clone())
+            request.length += count
+        for output in outputs:
+            assert not output[len(live) * width :].any(), "padding must give zeros"
+        for snapshot in snapshots:
+            self.expect_slot(snapshot.slot, snapshot.states, f"snapshot at {snapshot.length}")
         return snapshots
 
     def release(self, request: Request, donate: bool = False) -> Snapshot | None:

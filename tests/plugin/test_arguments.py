@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from sglang_replayssm import arguments
-from sglang_replayssm.arguments import FLAG
+from sglang_replayssm.arguments import FLAG, SPEC_FLAG
 from tests.plugin import launch
 
 # field of the refusal table -> a command line that reaches it, and what the sentence must tell the user to change
 REFUSED = {
-    "enable_linear_replayssm_spec": ("--enable-linear-replayssm-spec", "drop --enable-linear-replayssm-spec"),
-    "speculative_algorithm": ("--speculative-algorithm NEXTN", "drop --speculative-algorithm"),
     "hicache_host_memory_mode": (
         "--enable-hierarchical-cache --hicache-host-memory-mode buffer_only --hicache-storage-backend file "
         "--hicache-ratio 2",
@@ -74,7 +72,7 @@ REFUSED = {
 ALSO_REFUSED = {
     "deprecated DP attention flag": ("--enable-dp-attention --tp-size 2 --dp-size 2", "use --attn-dp-size 1"),
     "decode side of PD": ("--disaggregation-mode decode", "drop --disaggregation-mode"),
-    "n-gram speculation": ("--speculative-algorithm NGRAM", "drop --speculative-algorithm"),
+    "speculation without its flag": ("--speculative-algorithm NEXTN", "add --enable-linear-replayssm-spec, or drop"),
     "cutedsl decode": ("--linear-attn-decode-backend cutedsl", "Use --linear-attn-decode-backend triton"),
     "flashinfer everywhere": ("--linear-attn-backend flashinfer", "Use --linear-attn-decode-backend triton"),
     "capacity 0": ("--linear-replayssm-cache-len 0", "--linear-replayssm-cache-len must be 1 to 64, got 0"),
@@ -90,6 +88,58 @@ ALSO_REFUSED = {
     ),
     "another device": ("--device xpu", "needs an NVIDIA GPU"),
 }
+# The same for ring spec-verify, beside NEXTN with the usual three drafts.
+SPEC_REFUSED = {
+    "speculative_algorithm": ("--speculative-algorithm NGRAM", "use --speculative-algorithm NEXTN or EAGLE"),
+    "speculative_eagle_topk": (
+        "--speculative-num-steps 3 --speculative-eagle-topk 2 --speculative-num-draft-tokens 4",
+        "use --speculative-eagle-topk 1",
+    ),
+    "speculative_adaptive": ("--speculative-adaptive", "drop --speculative-adaptive"),
+    "enable_multi_layer_eagle": ("--enable-multi-layer-eagle", "drop --enable-multi-layer-eagle"),
+    "tp_size": ("--tp-size 2", "use --tp-size 1"),
+    "enable_hierarchical_cache": ("--enable-hierarchical-cache", "drop --enable-hierarchical-cache"),
+    "mamba_radix_cache_strategy": (
+        "--mamba-radix-cache-strategy extra_buffer_lazy",
+        "use --mamba-radix-cache-strategy extra_buffer",
+    ),
+    "enable_mixed_chunk": ("--enable-mixed-chunk --chunked-prefill-size 128", "drop --enable-mixed-chunk"),
+    "linear_attn_verify_backend": (
+        "--linear-attn-verify-backend flashinfer",
+        "use --linear-attn-verify-backend triton",
+    ),
+}
+ALSO_SPEC_REFUSED = {
+    **{
+        name: ("--speculative-algorithm " + name, "use --speculative-algorithm NEXTN or EAGLE")
+        for name in ("DFLASH", "EAGLE3")
+    },
+    "PD prefill": ("--disaggregation-mode prefill", "drop --disaggregation-mode"),
+    "too many drafts": ("--speculative-num-steps 16 --speculative-eagle-topk 1", "use --speculative-num-steps 15"),
+    "a ring that folds in every step": (
+        "--linear-replayssm-cache-len 3",
+        "needs --linear-replayssm-cache-len 4 to 60, got 3: use 4",
+    ),
+    "a ring too large": (
+        "--linear-replayssm-cache-len 61",
+        "needs --linear-replayssm-cache-len 4 to 60, got 61: use 60",
+    ),
+    "no ring": ("--linear-replayssm-cache-len 0", "must be 1 to 64, got 0"),
+}
+SPEC_ACCEPTED = (
+    "",
+    "--enable-linear-replayssm",
+    "--linear-replayssm-cache-len 4",
+    "--linear-replayssm-cache-len 60",
+    "--speculative-num-steps 15 --speculative-eagle-topk 1 --speculative-num-draft-tokens 16",
+    "--speculative-num-steps 1 --speculative-eagle-topk 1 --speculative-num-draft-tokens 2",
+    "--mamba-radix-cache-strategy no_buffer --disable-overlap-schedule",
+    "--mamba-radix-cache-strategy extra_buffer",
+    "--disable-radix-cache",
+    "--linear-attn-verify-backend triton",
+    "--mamba-ssm-dtype bfloat16",
+)
+NEXTN = ("--attention-backend", "triton", "--speculative-algorithm", "NEXTN")
 BLACKWELL = SimpleNamespace(is_sm100=True, is_cuda=True, has_flashinfer=False)
 ACCEPTED = (
     "",
@@ -130,6 +180,72 @@ def test_refused_with_what_to_change(argv: str, change: str, monkeypatch: pytest
 def test_the_host_tier_takes_every_write_policy_and_gate(policy: str, model: str) -> None:
     argv = ("--enable-hierarchical-cache", "--hicache-write-policy", policy, "--attention-backend", "triton")
     launch.resolve(FLAG, *argv, model=model)
+
+
+def test_every_row_of_the_spec_refusal_table_has_a_case() -> None:
+    assert {field for field, *_ in arguments._SPEC_REFUSALS} == set(SPEC_REFUSED)
+
+
+@pytest.mark.parametrize(
+    "argv,change",
+    [*SPEC_REFUSED.values(), *ALSO_SPEC_REFUSED.values()],
+    ids=[*SPEC_REFUSED, *ALSO_SPEC_REFUSED],
+)
+def test_spec_refused_with_what_to_change(argv: str, change: str) -> None:
+    with pytest.raises(ValueError) as error:
+        launch.resolve(SPEC_FLAG, *NEXTN, *argv.split())
+    message = str(error.value)
+    assert change in message
+    assert message.startswith("--") and message.endswith(".")
+    assert arguments.REQUIRED_ENV not in arguments.os.environ
+
+
+@pytest.mark.parametrize(
+    "variable,value,proven",
+    [
+        ("SGLANG_RAGGED_VERIFY_MODE", "compact", "static"),
+        ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "true", "0"),
+        ("SGLANG_ENABLE_PP_SPEC", "1", "0"),
+    ],
+)
+def test_spec_refuses_variables_of_unproven_ways(
+    variable: str, value: str, proven: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {name for name, *_ in arguments._SPEC_ENVIRONMENT} >= {variable}
+    view = launch.parse(SPEC_FLAG, *NEXTN)
+    monkeypatch.setenv(variable, value)
+    (sentence,) = arguments._spec_refusals(view, "gdn")
+    assert f"set {variable}={proven}" in sentence
+    monkeypatch.setenv(variable, proven)
+    assert not arguments._spec_refusals(view, "gdn")
+
+
+def test_spec_without_speculation_is_refused() -> None:
+    with pytest.raises(ValueError, match="add --speculative-algorithm NEXTN, or use --enable-linear-replayssm without"):
+        launch.resolve(SPEC_FLAG)
+
+
+def test_spec_is_refused_for_kda() -> None:
+    with pytest.raises(ValueError, match="not proven with Kimi Delta Attention yet: drop --enable-linear-replayssm-s"):
+        launch.resolve(SPEC_FLAG, *NEXTN, model="kimi-linear")
+
+
+@pytest.mark.parametrize("argv", SPEC_ACCEPTED)
+def test_spec_accepted_puts_the_in_tree_code_to_sleep(argv: str) -> None:
+    """Alone or with the decode flag; the width that was planned for is the one that SGLang then serves with."""
+    server_args = launch.resolve(SPEC_FLAG, *NEXTN, *argv.split())
+    for flag in ("enable_linear_replayssm", "enable_linear_replayssm_spec"):
+        assert launch.resolved(server_args, flag) is False
+    assert server_args.enable_linear_replayssm_spec is True
+    assert launch.resolved(server_args, "linear_attn_decode_backend") == "triton"
+    # SGLang's own default under the flag: what it declares for a state in which nothing is named
+    state = argv.split()[-1] if "--mamba-ssm-dtype" in argv else "float32"
+    assert launch.resolved(server_args, "mamba_ssm_dtype") == state
+    launch.publish(server_args)
+    assert arguments.requested() and arguments.spec_requested()
+    width = launch.resolved(server_args, "speculative_num_draft_tokens")
+    assert arguments.step_width() == width == arguments.planned_width(server_args)
+    assert arguments.ring_capacity() == server_args.linear_replayssm_cache_len + width
 
 
 def test_all_reasons_come_at_once() -> None:

@@ -60,6 +60,29 @@ def test_slots_and_requests_are_those_of_a_launch(args: tuple[str, ...]) -> None
     assert said.shape.bytes_per_row() == sum(t.numel() * t.element_size() for t in tensors) // 2
 
 
+@pytest.mark.parametrize("width", [2, 4, 16])
+@pytest.mark.parametrize("cache", [(), NO_BUFFER], ids=["extra_buffer", "no_buffer"])
+def test_drafts_with_and_without_a_state_of_each(width: int, cache: tuple[str, ...]) -> None:
+    """Slots and running requests in the same memory are those of the two launches."""
+    from sglang.srt.runtime_context import get_context, get_schedule
+
+    memory, drafts = 0.2, (*launch.drafts(width), *cache, "--disable-overlap-schedule")
+    said, reasons = read(*drafts, arguments.SPEC_FLAG)
+    assert reasons == []
+    assert (said.shape.max_width, said.shape.capacity) == (width, 16 + width)
+    for flag, got in ((arguments.SPEC_FLAG, explain.fit(said, memory)), ("", explain.fit_with_snapshots(said, memory))):
+        server_args = launch.publish(launch.parse(*drafts, *([flag] if flag else [])))
+        get_context().override("test", max_total_tokens=None, max_mamba_cache_size=None, max_running_requests=48)
+        configurator = launch.configurator(server_args)
+        configurator._handle_max_mamba_cache(memory)
+        slots = get_schedule().max_mamba_cache_size
+        requests = min(48, slots // configurator._calculate_mamba_ratio())
+        assert got is not None
+        assert abs(got[0] - slots) <= 1 and abs(got[1] - requests) <= 1
+    text = dict(explain.lines(said, memory, (1,)))["drafts"]
+    assert f"{width} tokens a verify step" in text and f"{requests} running requests" in text
+
+
 def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tiny.build("qwen3-next-deep"))
     assert check.main(["--explain", folder, "--device", "cpu", "--memory-gib", "0.25", "--batch", "1,256"]) == 0

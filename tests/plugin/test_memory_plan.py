@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replayssm_kernels.ring import Ring
-from sglang_replayssm import memory_plan
+from sglang_replayssm import arguments, memory_plan
 from sglang_replayssm.memory_plan import GIB
 from sglang_replayssm.request_ring import ring_of
 from tests.plugin import launch
@@ -154,6 +154,68 @@ def test_a_real_pool_carries_a_ring_of_the_planned_size() -> None:
     assert (shape.k_heads, shape.v_heads, shape.key_dim, shape.value_dim) == (1, 2, 32, 32)
     assert ring.state.shape == (3, 31, 2, 32, 32) and ring.state is pool.mamba_pool.mamba_cache.temporal
     assert pool.mamba_pool.mamba_cache.replayssm_d is None, "the in-tree ring sleeps"
+
+
+# -- speculative decoding ---------------------------------------------------------------------------------------------
+
+
+def planned_spec(width: int, *argv: str, spec_flag: bool = True, **sizes: Any) -> Any:
+    """As `planned`, with drafts; without the flag SGLang keeps a state per draft."""
+    from sglang.srt.runtime_context import get_context
+
+    server_args = launch.parse(*launch.drafts(width), *argv, *([arguments.SPEC_FLAG] if spec_flag else []))
+    launch.publish(server_args)
+    get_context().override("test", **{"max_total_tokens": None, "max_mamba_cache_size": None, **sizes})
+    return launch.configurator(server_args)
+
+
+def windows_gib(configurator: Any, rows: int, width: int) -> float:
+    """What the drafts' conv windows cost, by the tensors of a pool that SGLang makes."""
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    params = configurator.mambaish_config.mamba2_cache_params
+    pool = MambaPool(
+        size=2,
+        spec_state_size=rows - 1,
+        cache_params=params,
+        mamba_layer_ids=params.layers,
+        device="cpu",
+        speculative_num_draft_tokens=width,
+        speculative_eagle_topk=1,
+    )
+    return sum(tensor.nbytes for tensor in pool._intermediate_conv_window_phys) / GIB
+
+
+@pytest.mark.parametrize("strategy", ["extra_buffer", "no_buffer", "no radix cache"])
+@pytest.mark.parametrize("width", [2, 4, 16])
+def test_with_drafts_ring_and_windows_are_charged_and_no_state_per_draft(strategy: str, width: int) -> None:
+    for requests in (4, 48, 300):
+        configurator = planned_spec(width, *STRATEGIES[strategy], max_running_requests=requests)
+        algorithm = configurator.spec_algorithm
+        rest = configurator._handle_max_mamba_cache(0.25)
+        assert configurator.spec_algorithm is algorithm and not algorithm.is_none()
+        running = configurator.resolve_max_num_reqs(
+            configurator.config_from_budget(int(rest * GIB)).max_total_num_tokens
+        )
+        charged = memory_plan._reserved[id(configurator)]
+        assert running + 1 <= charged
+        ring = ring_gib(configurator, charged) + windows_gib(configurator, charged, width)
+        assert rest == pytest.approx(0.25 - ring - slots_gib(configurator), abs=1e-9)
+
+
+@pytest.mark.parametrize("width,more_slots", [(4, 1.2), (8, 1.6), (16, 2.3)])
+def test_states_per_draft_cost_slots_and_requests(width: int, more_slots: float) -> None:
+    """The same budget with and without them, by SGLang's own sizing: the figures that --explain reports."""
+    from sglang.srt.runtime_context import get_schedule
+
+    fitting = {}
+    for spec_flag in (True, False):
+        configurator = planned_spec(width, spec_flag=spec_flag, max_running_requests=4096)
+        configurator._handle_max_mamba_cache(0.25)
+        slots = get_schedule().max_mamba_cache_size
+        fitting[spec_flag] = slots, slots // configurator._calculate_mamba_ratio()
+    assert fitting[True][0] >= more_slots * fitting[False][0]
+    assert fitting[True][1] >= more_slots * fitting[False][1]
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

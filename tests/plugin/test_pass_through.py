@@ -30,6 +30,7 @@ def stand_in(name: str) -> Any:
         "MambaComponent": SimpleNamespace(
             cache=SimpleNamespace(req_to_token_pool=pool, enable_mamba_extra_buffer=False)
         ),
+        "HybridLinearAttnBackend": SimpleNamespace(linear_attn_backend=backend),
         "UnifiedRadixCache": SimpleNamespace(req_to_token_pool=pool),
         "cache": SimpleNamespace(req_to_token_pool=pool),
         "batch": SimpleNamespace(req_to_token_pool=pool),
@@ -37,7 +38,7 @@ def stand_in(name: str) -> Any:
         "Scheduler": SimpleNamespace(req_to_token_pool=pool),
         "SchedulerInternalStateController": SimpleNamespace(scheduler=SimpleNamespace(req_to_token_pool=pool)),
         "model_runner": SimpleNamespace(is_draft_worker=False),
-        "server_args": SimpleNamespace(enable_linear_replayssm=False),
+        "server_args": SimpleNamespace(enable_linear_replayssm=False, enable_linear_replayssm_spec=False),
     }
     return known.get(name, object())
 

@@ -43,7 +43,10 @@ class Traces(RuleBasedStateMachine):
     @initialize(capacity=st.integers(1, 4), seed=st.integers(0, 99))
     def start(self, capacity: int, seed: int) -> None:
         launch.publish_flag()
-        self.machine = Machine(Sizes(rows=ROWS, slots=SLOTS, capacity=capacity), seed)
+        self.begin(Sizes(rows=ROWS, slots=SLOTS, capacity=capacity), seed)
+
+    def begin(self, sizes: Sizes, seed: int) -> None:
+        self.machine = Machine(sizes, seed)
         self.cached: list[Snapshot] = []
         self.leaving: list[Snapshot] = []  # the cache's, but folded before the next forward or copy only
         self.host: list[tuple[torch.Tensor, Snapshot]] = []
@@ -51,11 +54,17 @@ class Traces(RuleBasedStateMachine):
         for prompt in (2, 5):
             self.machine.begin(prompt)
 
-    @rule(name=st.sampled_from([name for name, often in STEPS.items() for _ in range(often)]), data=st.data())
-    def step(self, name: str, data: st.DataObject) -> None:
+    STEPS = STEPS
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
         self.data = data
+        name = data.draw(st.sampled_from([name for name, often in self.STEPS.items() for _ in range(often)]))
         if not self.started:
             self.admit()
+            if not self.machine.running:  # the cache holds every slot
+                self.evict()
+                return
             self.extend()
         note(f"{name}: {len(self.machine.running)} running, {len(self.cached)} cached")
         getattr(self, name)()
@@ -192,7 +201,47 @@ class Traces(RuleBasedStateMachine):
         self.sources.clear()
 
 
+class VerifyTraces(Traces):
+    """The same with speculative decoding: verify steps of any acceptance beside plain decode, on the same rows."""
+
+    STEPS = {**STEPS, "verify": 8, "verify_over_a_track_boundary": 5, "finish_with_a_verify_too_many": 2}
+
+    @initialize(width=st.integers(2, 5), spare=st.integers(0, 3), seed=st.integers(0, 99))
+    def start(self, width: int, spare: int, seed: int) -> None:
+        launch.publish_spec_flag(width)
+        self.begin(Sizes(rows=ROWS, slots=SLOTS, capacity=2 * width + spare, width=width), seed)
+
+    def accepted(self, count: int, least: int = 1) -> list[int]:
+        """SGLang keeps one token of a verify step at least: the one that the target itself samples."""
+        return [self.number(least, self.machine.sizes.width) for _ in range(count)]
+
+    def verify(self) -> None:
+        batch = self.some_of(self.started)
+        for _ in range(self.number(1, 4)):
+            self.machine.verify(batch, self.accepted(len(batch)), padding=self.number(0, 2))
+
+    def verify_over_a_track_boundary(self) -> None:
+        batch = self.some_of(self.started)
+        accepted = self.accepted(len(batch))
+        track = {}
+        for request, count in zip(batch, accepted, strict=True):
+            if self.number(0, 1):
+                slot = self.machine.pool.mamba_allocator.alloc(1)
+                track[request] = -1 if slot is None else slot, self.number(1, count)
+        self.cached += self.machine.verify(batch, accepted, track=track, padding=self.number(0, 1))
+
+    def finish_with_a_verify_too_many(self) -> None:
+        request = self.one_of(self.started)
+        batch = [other for other in self.started if other is not request]
+        self.machine.verify(batch, self.accepted(len(batch)), dead=[request])
+        self.machine.release(request)
+
+
 class LongTraces(Traces):
+    """The same, longer and different each time."""
+
+
+class LongVerifyTraces(VerifyTraces):
     """The same, longer and different each time."""
 
 
@@ -206,6 +255,9 @@ TestTraces.settings = settings(
     suppress_health_check=[HealthCheck.too_slow],
 )
 
+TestVerifyTraces = VerifyTraces.TestCase
+TestVerifyTraces.settings = settings(TestTraces.settings, max_examples=10)
+
 TestLongTraces = pytest.mark.long(LongTraces.TestCase)
 TestLongTraces.settings = settings(
     TestTraces.settings,
@@ -215,3 +267,6 @@ TestLongTraces.settings = settings(
     phases=list(Phase),
     print_blob=True,
 )
+
+TestLongVerifyTraces = pytest.mark.long(LongVerifyTraces.TestCase)
+TestLongVerifyTraces.settings = TestLongTraces.settings

@@ -3,7 +3,7 @@
 This folder on PYTHONPATH is enough to load it (SGLang finds it through the dist-info beside this file), and it does
 nothing without its environment variables:
 
-    REPLAYSSM_PROBE_FILE        append one JSON line per decode step, extend and hand-over of a slot to this file
+    REPLAYSSM_PROBE_FILE        append one JSON line per step, extend and hand-over of a slot to this file
     REPLAYSSM_PROBE_MEMORY_GIB  size the pools as on a device with this much memory, whatever the machine has
     REPLAYSSM_PROBE_FAIL_HOOK   "everywhere:ENDING" or "children:ENDING": SGLang fails to apply the hooks on targets
                                 that end so (it only logs that), in every process or all but the launcher
@@ -68,8 +68,27 @@ def _record(path: str) -> None:
             snapshots=plan.snapshot.to_host(),
         )
 
+    def verify(ring: Any, rows: Any, committed: Any, slots: Any, width: int) -> dict[str, Any]:
+        return dict(
+            kind="verify",
+            rows=rows.tolist(),
+            lens=(committed + width).tolist(),
+            pending=ring.plan.pending[: len(rows)].tolist(),
+            folds=ring.plan.fold.to_host(),
+        )
+
+    def verified(ring: Any, rows: Any, committed: Any, slots: Any, steps: Any, track: Any) -> dict[str, Any]:
+        return dict(
+            kind="verified",
+            rows=rows.tolist(),
+            lens=(committed + steps + 1).tolist(),
+            folds=[],
+            snapshots=ring.plan.snapshot.to_host(),
+        )
+
     def extend(ring: Any, batch: Any) -> dict[str, Any] | None:
-        if batch.logical_forward_mode.is_decode_or_idle():
+        mode = batch.logical_forward_mode
+        if mode.is_decode_or_idle() or mode.is_target_verify():
             return None
         return dict(
             kind="extend",
@@ -84,6 +103,8 @@ def _record(path: str) -> None:
         return dict(kind="hand over", rows=[row], lens=[committed], folds=ring.plan.fold.to_host())
 
     after("plan_decode", decode)
+    after("plan_verify", verify)
+    after("snapshot_verified", verified)
     after("before_forward", extend)
     after("fold_row", hand_over)
 

@@ -50,7 +50,12 @@ _REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "a host tier that only buffers for storage",
         "use --hicache-host-memory-mode cache",
     ),
-    ("hicache_storage_backend", bool, "HiCache's storage tier", "drop --hicache-storage-backend"),
+    (
+        "hicache_storage_backend",
+        lambda v: v not in ("", "file"),
+        "a storage tier other than files",
+        "use --hicache-storage-backend file",
+    ),
     ("enable_lmcache", bool, "LMCache", "drop --enable-lmcache"),
     ("enable_flexkv", bool, "FlexKV", "drop --enable-flexkv"),
     (

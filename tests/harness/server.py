@@ -173,7 +173,7 @@ class Server:
         return Answer(
             ids=[int(token) for token in reply["output_ids"]],
             logprobs=[float(entry[0]) for entry in entries],
-            cached_tokens=int(meta["cached_tokens"]),
+            cached_tokens=int(meta.get("cached_tokens", 0)),  # a request that was aborted in the queue has none
             meta=meta,
         )
 

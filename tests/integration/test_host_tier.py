@@ -6,8 +6,13 @@ after a load-back must be that of a device hit, of a cold run and of transformer
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
+from tests.harness import tiny
+from tests.harness.configs import CONFIGS
 from tests.harness.events import Events
 from tests.harness.judge import ON_OFF, Exchange, ask, distance, follow_transformers, recorded, same_answers
 from tests.harness.pool import ServerPool, on
@@ -118,3 +123,31 @@ def test_a_state_at_the_end_of_a_request_survives_the_host(server: Server) -> No
     assert distance(device.answer, host.answer) <= COLD_WARM
     follow_transformers(server, [first, device, host])
     cold_again(server, host, cold_warm(server))
+
+
+@pytest.mark.long
+def test_a_restarted_server_reads_what_the_storage_has_kept(tmp_path: Path) -> None:
+    """The file backend: a second server, with pools and host tier empty, starts from the first one's states."""
+    config = CONFIGS["host-storage"]
+    environment = {**config.env, "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
+    documents = [prompt(LENGTH, seed=700 + i) for i in range(2)]
+    answers = []
+    for _ in range(2):
+        with Server(tiny.build(config.model), config.args, environment, plugin=True) as server:
+            answers.append([ask(server, document, OUT) for document in documents])
+            follow_transformers(server, answers[-1])
+            _wait_until_quiet(tmp_path)
+            assert "ERROR" not in server.log_text()
+    for cold, warm in zip(*answers, strict=True):
+        assert cold.hit == 0 and warm.hit == source(warm, "storage") == 192, "the last whole page of 64"
+        assert distance(cold.answer, warm.answer) <= COLD_WARM
+
+
+def _wait_until_quiet(folder: Path, seconds: float = 3.0) -> None:
+    """Until no file has been written for so long."""
+    count, since = -1, time.monotonic()
+    while time.monotonic() - since < seconds:
+        found = sum(1 for _ in folder.rglob("*"))
+        if found != count:
+            count, since = found, time.monotonic()
+        time.sleep(0.2)

@@ -276,16 +276,23 @@ class CacheMachine:
         params = SamplingParams(max_new_tokens=out, custom_params=hints and {HINTS: hints})
         return Req(str(self.count), "", array("q", prompt), params, eos_token_ids=set())
 
-    def match(self, req: Any) -> None:
-        """What the cache has of a request, locked, and queued for loading where the host has it."""
+    def match(self, req: Any) -> bool:
+        """What the cache has of a request, locked, and queued for loading where the host has it.
+
+        False where there is no room for loading: SGLang asks before it loads, as it cannot do without the state then.
+        """
         from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
         cache = self.cache
+        if self.host_pool is not None:  # before: between match and load nothing may be evicted, on the host neither
+            self.make_room(len(req.origin_input_ids) + len(req.output_ids) + 20, 6)
         req.init_next_round_input(cache)
         req.text = list(req.full_untruncated_fill_ids)
         req.lock = cache.lock(req.last_node)
         if req.host_hit_length or req.mamba_host_hit_length:
-            self.make_room(len(req.text) + 20 - req.prefix_len, 6)
+            need = len(req.text) + 20 - req.prefix_len
+            if self.allocator.available_size() < need or self.pool.mamba_allocator.available_size() < 6:
+                return False
             loaded, node = cache.init_load_back(
                 InitLoadBackParams(best_match_node=req.best_match_node, host_hit_length=req.host_hit_length, req=req)
             )
@@ -294,12 +301,15 @@ class CacheMachine:
             req.lock = cache.lock(node)
             req.prefix_len += loaded
             req.kv.cache_protected_len = req.prefix_len
+        return True
 
     def admit(self, req: Any, reserved: int = 0) -> bool:
         """Match and give a row and slots; False where the pools have no room beside `reserved` tokens."""
         if not self.pool.available_size():
             return False
-        self.match(req)
+        if not self.match(req):
+            self._give_up(req)
+            return False
         need = reserved + len(req.text) + 20 - req.prefix_len
         self.make_room(need, 4)
         if self.allocator.available_size() < need or self.pool.mamba_allocator.available_size() < 4:

@@ -21,8 +21,8 @@ REFUSED = {
         "use --hicache-host-memory-mode cache",
     ),
     "hicache_storage_backend": (
-        "--enable-hierarchical-cache --hicache-storage-backend file",
-        "drop --hicache-storage-backend",
+        "--enable-hierarchical-cache --hicache-storage-backend mooncake",
+        "use --hicache-storage-backend file",
     ),
     "enable_lmcache": ("--enable-lmcache", "drop --enable-lmcache"),
     "enable_flexkv": ("--enable-flexkv", "drop --enable-flexkv"),

@@ -7,6 +7,7 @@ nothing without its environment variables:
     REPLAYSSM_PROBE_MEMORY_GIB  size the pools as on a device with this much memory, whatever the machine has
     REPLAYSSM_PROBE_FAIL_HOOK   "everywhere:ENDING" or "children:ENDING": SGLang fails to apply the hooks on targets
                                 that end so (it only logs that), in every process or all but the launcher
+    REPLAYSSM_PROBE_FAIL_LAUNCH "NAME:NUMBER": a launch of the ring (materialise, decode, ...) fails the NUMBERth time
 
 tests/harness/events.py reads the file.
 """
@@ -23,6 +24,7 @@ from typing import Any
 FILE_ENV = "REPLAYSSM_PROBE_FILE"
 MEMORY_ENV = "REPLAYSSM_PROBE_MEMORY_GIB"
 FAIL_ENV = "REPLAYSSM_PROBE_FAIL_HOOK"
+LAUNCH_ENV = "REPLAYSSM_PROBE_FAIL_LAUNCH"
 
 
 def register() -> None:
@@ -31,6 +33,9 @@ def register() -> None:
         _record(os.environ[FILE_ENV])
     if MEMORY_ENV in os.environ:
         _fix_memory(float(os.environ[MEMORY_ENV]))
+    if LAUNCH_ENV in os.environ:
+        name, _, number = os.environ[LAUNCH_ENV].partition(":")
+        _fail_launch(name, int(number))
     if FAIL_ENV in os.environ:
         where, _, ending = os.environ[FAIL_ENV].partition(":")
         if where == "everywhere" or multiprocessing.parent_process() is not None:
@@ -119,6 +124,20 @@ def _fix_memory(gib: float) -> None:
 
     kv_cache_configurator.KVCacheConfigurator._profile_available_bytes = fixed
     kv_cache_configurator.get_available_gpu_memory = lambda *args, **kwargs: gib
+
+
+def _fail_launch(name: str, number: int) -> None:
+    from sglang_replayssm import request_ring
+
+    launch = getattr(request_ring, name)
+    calls = iter(range(1, number))
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(calls, None) is None:
+            raise RuntimeError("the probe makes this launch fail")
+        return launch(*args, **kwargs)
+
+    setattr(request_ring, name, failing)
 
 
 def _fail_hook(ending: str) -> None:

@@ -12,7 +12,15 @@ import libcst as cst
 from patches.edit import Edit
 from patches.pristine import read, unified_diff
 
-NAMES = ("help_text", "memory_plan", "cpu_backup", "conv_window", "host_synchronisations", "extra_buffer")
+NAMES = (
+    "help_text",
+    "memory_plan",
+    "cpu_backup",
+    "conv_window",
+    "mixed_pages",
+    "host_synchronisations",
+    "extra_buffer",
+)
 
 
 @dataclass(frozen=True)

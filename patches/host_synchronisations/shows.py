@@ -36,8 +36,9 @@ class Waits(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        to = func is torch.Tensor.to and (kwargs.get("device") or any(isinstance(a, (torch.device, str)) for a in args))
-        made = func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None
+        name = getattr(func, "__name__", "")  # the functions themselves may be wrapped by somebody
+        to = name == "to" and (kwargs.get("device") or any(isinstance(a, (torch.device, str)) for a in args))
+        made = name in ("tensor", "as_tensor") and kwargs.get("device") is not None
         if (made or to) and not kwargs.get("non_blocking") and not self._quiet:
             self.seen.append("a blocking copy to the device")
         return func(*args, **kwargs)

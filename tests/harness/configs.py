@@ -163,10 +163,8 @@ CONFIGS |= {
     "kimi-on": _kda("kimi-linear", *CHUNKS),
     "kimi-off-no-buffer": _kda("kimi-linear", *NO_BUFFER, plugin=False),
     "kimi-on-no-buffer": _kda("kimi-linear", *NO_BUFFER),
-    # pages of one token: with larger ones SGLang 0.5.23 files the state of a chunk that starts within a page under the
-    # page's token count (a mixed step leaves such chunks, and Kimi's slow head shows it). The plugin keeps none:
-    # tests/plugin/test_prefix_cache.py; a server with such pages was not run yet.
-    "kimi-on-mixed": _kda("kimi-linear", *CHUNKS, "--enable-mixed-chunk"),
+    # a mixed step leaves chunks that start within a page; Kimi's slow head shows a state under another's key
+    "kimi-on-mixed": _kda("kimi-linear", *MIXED),
     "kimi-on-retract": _kda("kimi-linear", *RETRACT, SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8"),
     "kimi-off-bf16": _kda("kimi-linear-bf16", *CHUNKS, *BF16, plugin=False, **BF16_ENV),
     "kimi-on-bf16": _kda("kimi-linear-bf16", *CHUNKS, *BF16, **BF16_ENV),

@@ -108,6 +108,7 @@ def test_server_info_shows_what_is_on(server: Server) -> None:
         "capacity": CAPACITY,
         "u_dtype": "float32",
         "ring_rows": 5,
+        "direct_batch": 0,
         "host_tier": False,
         "states_at_boundaries": False,
         "metrics": True,

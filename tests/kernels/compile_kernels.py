@@ -21,8 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import replayssm_kernels  # noqa: F401  (fills sys.modules: the functions shadow their modules' names)
+from replayssm_kernels import DecodeConfig
 from replayssm_kernels.gates import GDN, KDA, SCALED
-from replayssm_kernels.launch_shapes import choose_config, choose_verify_config, swept
+from replayssm_kernels.launch_shapes import choose_config, choose_direct_config, choose_verify_config, swept
 
 TARGET = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -60,22 +61,28 @@ def layer_types(key: str, state: str, u: str, gate: int) -> dict[str, str]:
     return names | (dict(ring_k="*fp32") if gate == SCALED else {})
 
 
+def shape_of(c: DecodeConfig) -> dict[str, int]:
+    return dict(CH=c.chunk, BV=c.block_v, SPLIT=c.split, STAGES=c.stages)
+
+
 def variants(everything: bool) -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """(name, kernel, types, constants, warps) of what servers launch, and the corners of the supported shapes."""
     sizes = dict(H=16, HV=48, K=128, V=128, L=16)
     for gate, state in itertools.product((GDN, KDA, SCALED), ("fp32", "bf16")):
         for c in swept(gate, 4 if state == "fp32" else 2):
-            constants = dict(
-                sizes, GATE=gate, BOUNDED=gate == SCALED, RB=16, CH=32, BV=c.block_v, SPLIT=c.split, STAGES=c.stages
-            )
+            constants = dict(sizes, GATE=gate, BOUNDED=gate == SCALED, IS_DIRECT=False, RB=16, **shape_of(c))
             types = layer_types("bf16", state, "fp32", gate)
             yield f"decode gate {gate} {state} {tuple(c)}", DECODE._decode_kernel, types, constants, c.warps
+        for pairs in (32, 256):
+            c = choose_direct_config(pairs, gate, 4 if state == "fp32" else 2, 128, 128, 16)
+            constants = dict(constants, IS_DIRECT=True, **shape_of(c))
+            yield f"decode gate {gate} {state} direct {tuple(c)}", DECODE._decode_kernel, types, constants, c.warps
     corners = ((GDN, 256, 64, "bf16"), (GDN, 16, 1, "fp16"), (KDA, 64, 7, "fp32"), (KDA, 128, 64, "bf16"))
     for (gate, dim, capacity, key), pairs in itertools.product(corners, (1, 10_000)):
         c = choose_config(pairs, gate, 4, dim, dim, capacity)
-        constants = dict(H=2, HV=4, K=dim, V=dim, L=capacity, GATE=gate, BOUNDED=gate == KDA)
-        constants |= dict(RB=min(16, max(4, triton.next_power_of_2(capacity))), CH=min(32, dim))
-        constants |= dict(BV=c.block_v, SPLIT=c.split, STAGES=c.stages)
+        constants = dict(H=2, HV=4, K=dim, V=dim, L=capacity, GATE=gate, BOUNDED=gate == KDA, IS_DIRECT=False)
+        constants |= dict(RB=min(16, max(4, triton.next_power_of_2(capacity))), **shape_of(c))
+        constants["CH"] = min(c.chunk, dim)
         types = layer_types(key, "fp32", "bf16", gate)
         yield (
             f"decode gate {gate} dim {dim} L {capacity} {key} {tuple(c)}",
@@ -111,11 +118,13 @@ def variants(everything: bool) -> Iterator[tuple[str, Any, dict[str, str], dict[
         plan["totals"] = "*i64"
         constants = dict(L=capacity, BLOCK=1024, COUNT=count, BINS=max(32, 2 * capacity), MAX_WIDTH=8)
         for wide in (False, True):
-            kind = dict(constants, WIDE=wide, TRACK=not wide)
+            kind = dict(constants, WIDE=wide, IS_DIRECT=False, TRACK=not wide)
             yield f"plan_step count {count} wide {wide}", CURSORS._plan_step_kernel, plan, kind, 4
+        kind = dict(constants, WIDE=False, IS_DIRECT=True, TRACK=True)
+        yield f"plan_step count {count} direct", CURSORS._plan_step_kernel, plan, kind, 4
         constants = dict(L=capacity, BLOCK=64, COUNT=count)
         yield f"plan_snapshot count {count}", CURSORS._plan_snapshot_kernel, plan, constants, 4
-        constants = dict(L=capacity, BLOCK=64, COUNT=count, REASON=2)
+        constants = dict(L=capacity, BLOCK=64, COUNT=count)
         yield f"plan_forced_fold count {count}", CURSORS._plan_forced_fold_kernel, plan, constants, 4
     yield "set_checkpoint", CURSORS._set_checkpoint_kernel, plan, dict(BLOCK=64), 4
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +30,6 @@ def test_every_kernel_compiles_without_spilling(extent: list[str], tmp_path: Pat
     assert len(variants) >= 20
     for v in variants:
         print(v)
-        # Bytes per thread. Verify with a gate per channel, or with wide shapes, runs out of registers (not tuned yet).
-        assert v["spilled"] <= (
-            320 if re.match("verify gate [12]|verify .* dim 256|verify .* T 16", v["name"]) else 16
-        ), v
+        # Bytes per thread. Verify runs out of registers; its shapes are those that were fastest nevertheless.
+        assert v["spilled"] <= (320 if v["name"].startswith("verify") else 16), v
         assert v["shared"] <= 112 * 1024, v

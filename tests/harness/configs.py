@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,12 +11,16 @@ from tests.harness import events
 
 @dataclass(frozen=True)
 class Config:
-    """One server: a tiny model (tests/harness/tiny.py), flags beside the host's, and the plugin on or off."""
+    """One server: a tiny model (tests/harness/tiny.py), flags beside the host's, and the plugin on or off.
+
+    `draft` is a tiny model that drafts for it.
+    """
 
     model: str = "qwen3-next"
     args: tuple[str, ...] = ()
     env: Mapping[str, str | None] = field(default_factory=dict)
     plugin: bool = False
+    draft: str | None = None
 
 
 REPLAY = ("--enable-linear-replayssm",)
@@ -120,6 +125,9 @@ CONFIGS |= {
     "drafts-on-boundaries": _drafts(*EXTRA_BUFFER, *REPLAY, **BOUNDARIES),
     "drafts-on-pages": _drafts(*EXTRA_BUFFER, "--page-size", "64", "--chunked-prefill-size", "128"),
     "drafts-on-retract": _drafts(*EXTRA_BUFFER, *RETRACT, SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8"),
+    "drafts-on-eagle": dataclasses.replace(
+        _drafts(*EXTRA_BUFFER, "--speculative-algorithm", "EAGLE"), draft="eagle-draft"
+    ),
     "drafts-on-bf16": _drafts(*EXTRA_BUFFER, *BF16, **BF16_ENV),
 }
 

@@ -30,7 +30,8 @@ class ServerPool:
             self.close()
         if self._server is None:
             config = CONFIGS[name]
-            server = Server(tiny.build(config.model), config.args, config.env, plugin=config.plugin)
+            draft = () if config.draft is None else ("--speculative-draft-model-path", str(tiny.build(config.draft)))
+            server = Server(tiny.build(config.model), (*config.args, *draft), config.env, plugin=config.plugin)
             self._server, self._name = server.__enter__(), name
         return self._server
 

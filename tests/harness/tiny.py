@@ -34,18 +34,20 @@ NAMES = ("qwen3-next", "qwen3-next-deep", "qwen3-next-tp", "qwen3-next-mtp", "qw
 """`deep`, `mtp` and those with Kimi Delta Attention have 3 linear layers and 1 full one, as the real models' period;
 the others 1 and 1, for speed. `tp` has heads for two ranks, `mtp` a layer that drafts (multi-token prediction).
 """
+DRAFT = "eagle-draft"
+"""Drafts for `mtp`, with the target's embedding and head (EAGLE); no model of its own."""
 
 WEIGHT_STD, EMBEDDING_STD, CONV_STD = 0.2, 1.0, 0.5
 """Standard deviations that keep activations near 1 through the layers, so that logits differ clearly."""
 
 
 def build(name: str, cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Folder of the tiny checkpoint `name` (one of NAMES), built if it is not there yet.
+    """Folder of the tiny checkpoint `name` (one of NAMES, or DRAFT), built if it is not there yet.
 
     Raises:
         ValueError: the name is unknown.
     """
-    if name not in NAMES:
+    if name not in (*NAMES, DRAFT):
         raise ValueError(f"unknown tiny model {name!r}; there are {', '.join(NAMES)}")
     root = Path(cache_dir) if cache_dir is not None else DEFAULT_CACHE
     root.mkdir(parents=True, exist_ok=True)
@@ -67,6 +69,8 @@ def config(name: str) -> dict[str, Any]:
         from tests.harness import kimi
 
         return kimi.config(name, VOCABULARY)
+    if name == DRAFT:
+        return _draft_config()
     layers = 4 if name.endswith(("-deep", "-mtp")) else 2
     body = dict(
         vocab_size=VOCABULARY,
@@ -155,6 +159,9 @@ def _write_checkpoint(name: str, folder: Path) -> None:
 
         save_file(kimi.weights(config(name)), folder / "model.safetensors", metadata={"format": "pt"})
         return
+    if name == DRAFT:
+        save_file(_draft_weights(config(name)), folder / "model.safetensors", metadata={"format": "pt"})
+        return
     if name == "qwen3.5":
         _write_processors(folder)
     with torch.random.fork_rng(devices=[]):
@@ -201,6 +208,58 @@ def _add_drafts(weights: dict[str, torch.Tensor], full_layer: int) -> None:
         weights[f"mtp.pre_fc_norm_{part}.weight"] = torch.zeros(width).half()
     both = torch.cat([2 * torch.eye(width), 0.1 * torch.randn(width, width, generator=random)], 1)
     weights["mtp.fc.weight"] = both.half()
+
+
+def _draft_config() -> dict[str, Any]:
+    return dict(
+        architectures=["LlamaForCausalLMEagle"],
+        model_type="llama",
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        hidden_act="silu",
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        dtype="float16",
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def _draft_weights(body: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """One layer that hands the token's embedding through, nearly, to the target's head."""
+    import torch
+
+    random = torch.Generator().manual_seed(8)
+    width, inner = body["hidden_size"], body["intermediate_size"]
+    keys = body["num_key_value_heads"] * body["head_dim"]
+
+    def noise(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=random) * 0.1).half()
+
+    weights = {
+        "embed_tokens.weight": noise(body["vocab_size"], width),
+        "fc.weight": torch.cat([torch.eye(width), torch.zeros(width, width)], 1).half() + noise(width, 2 * width) * 0.2,
+        "fc.bias": torch.zeros(width).half(),
+    }
+    shapes = {
+        "self_attn.q_proj": (width, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, width),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }
+    weights |= {f"layers.0.{name}.weight": noise(*shape) for name, shape in shapes.items()}
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(width).half()
+    return weights
 
 
 def load_skeleton(folder: Path) -> Any:

@@ -20,6 +20,8 @@ from tests.harness.scenarios import cold_again
 from tests.harness.server import Server
 
 WIDTH, CACHE_LEN = 4, 16
+OFF_GRID = 0.015
+"""A hit off the prefill's 64-token grid moves a log-probability this far in plain no_buffer, too (0.0148 once)."""
 
 
 def acceptance(exchange: Exchange) -> Any:
@@ -139,7 +141,7 @@ def test_the_state_at_the_end_of_a_request_is_reused(server: Server) -> None:
         warm = ask(server, first.tokens + prompt(5, seed=1), 6)
         hits += warm.hit == length + out - 1
         follow_transformers(server, [first, warm])
-        cold_again(server, warm)
+        cold_again(server, warm, OFF_GRID)
     assert hits, "no request's last step ended with its last token"
 
 
@@ -164,6 +166,16 @@ def test_an_abort_between_verify_and_commit_leaves_the_others_alone(server: Serv
         assert doomed.result(timeout=120).meta["finish_reason"]["type"] == "abort"
     follow_transformers(server, others)
     follow_transformers(server, ask_all(server, prompts, 12))
+
+
+@pytest.mark.long
+@on("drafts-on-eagle")
+def test_a_draft_model(server: Server) -> None:
+    """EAGLE: another model drafts, from the target's hidden states."""
+    exchanges = next_turns(server)
+    follow_transformers(server, exchanges)
+    accepted = acceptance(exchanges[0])
+    assert sum(count > 0 for count in accepted) >= 2, f"too few ways to accept: {accepted}"
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ import torch
 
 from replayssm_kernels import reference
 from sglang_replayssm.arguments import FLAG, SPEC_FLAG
+from sglang_replayssm.prefix_states import PrefixStates
 from sglang_replayssm.request_ring import ring_of
 from tests.plugin import launch
 from tests.plugin.launch import DEVICE
@@ -286,3 +287,15 @@ def test_no_state_per_draft_is_allocated() -> None:
     assert account == pytest.approx(snapshots.nbytes + slots * per_slot, abs=1)
     assert ours.ring.ring.shape.max_width == WIDTH
     assert ours.ring.ring.shape.capacity == CACHE_LEN + WIDTH
+
+
+def test_a_slot_whose_conv_window_drafts_have_moved_is_not_offered() -> None:
+    """At the end of a request: a verify step too many (overlap), or accepted drafts that a grammar cut."""
+    from sglang.srt.runtime_context import get_context
+
+    launch.publish_spec_flag(WIDTH)
+    states = object.__new__(PrefixStates)
+    assert states._launched(SimpleNamespace(grammar=None))
+    assert not states._launched(SimpleNamespace(grammar=object()))
+    get_context().override("test", disable_overlap_schedule=False)
+    assert not states._launched(SimpleNamespace(grammar=None))

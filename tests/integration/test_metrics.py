@@ -103,6 +103,7 @@ def test_server_info_shows_what_is_on(server: Server) -> None:
     assert shown == {
         "version": __version__,
         "buffered_decode": True,
+        "verify_width": 1,
         "gate": "gdn",
         "layers": 3,
         "capacity": CAPACITY,

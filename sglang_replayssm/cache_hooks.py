@@ -157,7 +157,7 @@ def start_writing(original: Original, controller: Any) -> Any:
     """HiCacheController.start_writing: a slot that goes to the host is folded first; SGLang's fence covers the fold."""
     ring = ring_of(controller)
     if ring is not None and controller.write_queue:
-        ring.fold_leaving_on(controller.write_fence_stream)
+        ring.fold_leaving_on(controller.write_fence_stream, _overlap())
     return original(controller)
 
 
@@ -165,5 +165,12 @@ def start_loading(original: Original, controller: Any) -> Any:
     """HiCacheController.start_loading: no fold of a slot's past comes after what is loaded into it."""
     ring = ring_of(controller)
     if ring is not None and controller.load_queue:
-        ring.fold_leaving_on(controller.load_fence_stream)
+        ring.fold_leaving_on(controller.load_fence_stream, _overlap())
     return original(controller)
+
+
+def _overlap() -> bool:
+    """Whether forwards run on a stream of their own. The controller's fence is that stream in either case."""
+    from sglang.srt.runtime_context import get_schedule
+
+    return not get_schedule().disable_overlap_schedule

@@ -354,20 +354,26 @@ class RequestRing:
         self.decided("leaves", row, committed)
         self._leaving.append((row, slot.reshape(1), committed))
 
-    def fold_leaving_on(self, stream: torch.cuda.Stream | None) -> None:
-        """Launch the folds of slots that have left now, on the forward stream, instead of before the next forward.
+    def fold_leaving_on(self, stream: torch.cuda.Stream | None, overlap: bool = True) -> None:
+        """Launch the folds of slots that have left now, where forwards run, instead of before the next forward.
 
         For copies between slots and the host: they wait for what the forward stream has been given so far. A copy
         from a slot that has left needs its fold; and a copy into such a slot, evicted and given out again, must not
         be followed by one.
 
         Args:
-            stream: the forward stream; None where forwards run on the current one.
+            stream: what the copies wait for; None where that is the current stream.
+            overlap: whether forwards run on `stream`. Without overlap scheduling they run on the current one, and
+                `stream` is one that no forward waits for.
         """
         if not self._leaving:
             return
         if stream is None or not self._pinned:
             self._fold_leaving()
+            return
+        if not overlap:  # on `stream`, the next forward would use list, cursors and records beside the fold
+            self._fold_leaving()
+            stream.wait_stream(torch.cuda.current_stream())
             return
         stream.wait_stream(torch.cuda.current_stream())  # the slots' ids were written there
         with torch.cuda.stream(stream):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -91,6 +94,46 @@ def test_no_fold_comes_after_what_is_loaded_into_the_slot() -> None:
     m.begin(prompt=2)
     assert torch.equal(m.ring.state[:, slot], loaded)
     assert not int(m.ring.ring.faults)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("copies", ["write", "load"])
+def test_the_fold_runs_where_forwards_run(overlap: bool, copies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fence is always the forward stream's; without overlap scheduling forwards run on the scheduler's own."""
+    from sglang.srt.runtime_context import get_context
+
+    launch.publish_flag(*([] if overlap else ["--disable-overlap-schedule"]))
+    get_context().override("test", disable_overlap_schedule=not overlap)
+    m = Machine(Sizes(capacity=3))
+    request = m.begin(prompt=4)
+    m.decode([request])
+    leave(m, request)
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            log.append(f"{self.name} waits for {other.name}")
+
+    current = [Stream("scheduler")]
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(m.ring, "_pinned", True)
+    monkeypatch.setattr(m.ring, "_fold_leaving", lambda: log.append(f"fold on {current[-1].name}"))
+    fence = {f"{copies}_fence_stream": Stream("forward"), f"{copies}_queue": [object()]}
+    hook = start_writing if copies == "write" else start_loading
+    hook(lambda controller: log.append("copy"), m.controller(**fence))
+    folded = ["fold on scheduler", "forward waits for scheduler"]
+    assert log == [*(["forward waits for scheduler", "fold on forward"] if overlap else folded), "copy"]
 
 
 def test_nothing_to_copy_launches_nothing() -> None:

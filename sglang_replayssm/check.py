@@ -14,7 +14,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 
-from sglang_replayssm import __version__, arguments, seams
+from sglang_replayssm import __version__, arguments, boundaries, seams
 
 OK, BAD, NOTE = "ok", "FAIL", "note"
 
@@ -97,11 +97,19 @@ def check_kernels(report: Report) -> None:
 
 
 def check_environment(report: Report) -> None:
-    """Switches of ours that are set."""
-    try:
-        report.add(OK, "u records", f"{arguments.u_dtype_name()} ({arguments.U_DTYPE_ENV})")
-    except ValueError as error:
-        report.add(BAD, "u records", str(error))
+    """Switches of ours, as a launch would read them."""
+    direct = "small batches where that was measured to be faster"
+    switches: tuple[tuple[str, str, Callable[[], object], str], ...] = (
+        ("u records", arguments.U_DTYPE_ENV, arguments.u_dtype_name, ""),
+        ("direct steps", arguments.DIRECT_BATCH_ENV, arguments.direct_batch, direct),
+        ("states at boundaries", boundaries.ENV, boundaries.policy_from_environment, "off"),
+    )
+    for subject, variable, read, unset in switches:
+        try:
+            value = read()
+            report.add(OK, subject, f"{unset if value is None else value} ({variable})")
+        except ValueError as error:
+            report.add(BAD, subject, str(error))
     report.add(
         NOTE,
         "on when",

@@ -27,6 +27,8 @@ BATCHES = (1, 8, 32, 128, 256)
 _MOST_WITH_DRAFTS = 48  # running requests of a server with speculative decoding whose user names no number
 _SSM_DTYPE = "SGLANG_MAMBA_SSM_DTYPE"
 _CONFIG = "--config"
+# Numbers that SGLang takes as they come and divides by, or that leave no request to run.
+_POSITIVE = ("tp_size", "page_size", "max_running_requests", "max_mamba_cache_size", "mamba_full_memory_ratio")
 # By architecture: the field of the model's config that bounds the gate of its layers, None without a bound. A server
 # asks the layers (memory_plan.gate_bound).
 _BOUND = {"BailingMoeV3ForCausalLM": "kda_lower_bound"}
@@ -108,7 +110,11 @@ def _parse(model: str, server_args: Sequence[str]) -> Any:
     try:
         if _CONFIG in argv:
             argv = _merged(parser, argv)
-        return ServerArgs.from_cli_args(parser.parse_args(argv))
+        parsed = parser.parse_args(argv)
+        for field in _POSITIVE:
+            if (value := getattr(parsed, field)) is not None and not value > 0:
+                raise Unexplained(f"server arguments: --{field.replace('_', '-')} must be above 0, got {value:g}")
+        return ServerArgs.from_cli_args(parsed)
     except (AssertionError, TypeError) as error:
         raise Unexplained(f"server arguments: {error}") from error
 
@@ -190,8 +196,8 @@ def _launch(model: str, parsed: Any, config: Any) -> tuple[Launch, list[str]]:
         lower_bound=_bound(config.hf_config, architectures[0]),
         max_width=width,
     )
-    try:
-        shape.validate()
+    try:  # of the heads; what is wrong with L or the drafts stands among the reasons already
+        dataclasses.replace(shape, capacity=1, max_width=1).validate()
     except ValueError as error:
         reasons.append(f"{arguments.FLAG} is not tested with the linear layers of this model: {error}. Drop the flag.")
     strategy, per_request = _strategy(args)
@@ -332,6 +338,7 @@ def _drafts(launch: Launch, memory: float | None) -> str:
 
 def lines(launch: Launch, memory: float | None, batches: Sequence[int]) -> list[tuple[str, str]]:
     """(subject, detail) of everything there is to say about a launch that would run."""
+    from replayssm_kernels.launch_shapes import direct_batch
     from replayssm_kernels.traffic import buffered_bytes, conventional_bytes
     from sglang_replayssm import worth
 
@@ -372,20 +379,26 @@ def lines(launch: Launch, memory: float | None, batches: Sequence[int]) -> list[
     table = worth.measured()[kind]
     measured_state = table["v_heads"] * table["head_dim"] ** 2 * 4
     scale = shape.v_heads * shape.value_dim * shape.key_dim * launch.state_size / measured_state
+    faster, wished = direct_batch(shape, launch.state_size, launch.args.device != "cpu"), arguments.direct_batch()
     for batch in batches:
-        ours = buffered_bytes(shape, batch, launch.state_size) * shape.layers
+        is_direct = batch <= (faster if wished is None else wished)
         plain = conventional_bytes(shape, batch, launch.state_size) * shape.layers
+        ours = plain if is_direct else buffered_bytes(shape, batch, launch.state_size) * shape.layers
         as_measured = dataclasses.replace(shape, capacity=table["capacity"], lower_bound=table.get("lower_bound"))
         against_measured = buffered_bytes(shape, batch, launch.state_size) / buffered_bytes(
             as_measured, batch, launch.state_size
         )
-        reason = worth.at_batch(batch, kind, shape.layers, scale, against_measured).reason
+        # a direct step does not know L
+        reason = worth.at_batch(batch, kind, shape.layers, scale, 1.0 if is_direct else against_measured).reason
+        if is_direct and batch > faster:
+            reason = f"no: {arguments.DIRECT_BATCH_ENV}={wished} has the state written in every step"
         if running is not None and batch > running:
             reason = f"no: only {running} run at once ({why})"
         said.append(
             (
                 f"batch {batch}",
-                f"{plain / MIB:,.1f} MiB a step without, {ours / MIB:,.1f} with ({ours / plain:.0%}); {reason}",
+                f"{plain / MIB:,.1f} MiB a step without, {ours / MIB:,.1f} with "
+                f"({'direct' if is_direct else f'{ours / plain:.0%}'}); {reason}",
             )
         )
     said.append(

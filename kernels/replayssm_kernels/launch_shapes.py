@@ -113,12 +113,12 @@ def choose_direct_config(
     return DecodeConfig(block_v, value_dim // block_v, warps if key_dim <= 128 else 2 * warps, stages, chunk)
 
 
-def direct_batch(shape: RingShape, state_size: int) -> int:
+def direct_batch(shape: RingShape, state_size: int, on_gpu: bool | None = None) -> int:
     """The largest batch at which a direct step is faster than a buffered one; 0 for never.
 
-    Args: the ring's shape; bytes of a state element.
+    Args: the ring's shape; bytes of a state element; whether the kernels run on a GPU (None: as they do here).
     """
-    if INTERPRETED:
+    if on_gpu is False or (on_gpu is None and INTERPRETED):
         return 0
     return _DIRECT_PAIRS[gate_constant(shape), 4 if state_size == 4 else 2] // shape.v_heads
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_replayssm import arguments, check, seams
+from sglang_replayssm import arguments, boundaries, check, seams
 from tests.plugin import fakes
 
 
@@ -146,10 +146,31 @@ def test_no_device_to_run_kernels_on(run: Any, monkeypatch: pytest.MonkeyPatch) 
     assert "TRITON_INTERPRET=1" in outcome.line("kernels")
 
 
-def test_a_typo_in_the_environment(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(arguments.U_DTYPE_ENV, "fp32")
-    line = failed(run())
-    assert "u records" in line and "set it to float32" in line
+@pytest.mark.parametrize(
+    ("variable", "value", "read"),
+    [
+        (arguments.U_DTYPE_ENV, "fp32", arguments.u_dtype_name),
+        (arguments.DIRECT_BATCH_ENV, "few", arguments.direct_batch),
+        (boundaries.ENV, "tails=64", boundaries.policy_from_environment),
+    ],
+)
+def test_a_typo_in_the_environment(
+    variable: str, value: str, read: Any, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a launch would refuse for the sake of a variable, the check names, too."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError) as refused:
+        read()
+    assert str(refused.value) in failed(run())
+
+
+def test_the_environment_is_read_as_a_launch_reads_it(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(arguments.DIRECT_BATCH_ENV, "3")
+    monkeypatch.setenv(boundaries.ENV, "off")
+    outcome = run()
+    assert outcome.status == 0
+    assert outcome.line("direct steps").split()[3] == "3"
+    assert outcome.line("states at boundaries").split()[4] == "off"
 
 
 def test_help_and_unknown_arguments(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,11 +6,13 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from replayssm_kernels import launch_shapes
 from replayssm_kernels.ring import Ring, RingShape
 from replayssm_kernels.traffic import buffered_bytes
 from sglang_replayssm import arguments, check, explain, memory_plan, worth
@@ -20,6 +22,7 @@ from tests.plugin import launch
 from tests.plugin.test_arguments import ACCEPTED, ALSO_REFUSED, REFUSED
 
 ROOT = Path(__file__).resolve().parents[2]
+NO_LIMIT = SimpleNamespace(max_running_requests=None)
 NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
 
 
@@ -124,6 +127,33 @@ def test_the_27b_shape_is_told_to_use_it_at_large_batches_only(tmp_path: Path, f
     advice = dict(explain.lines(said, None, (1, 8, 32, 256)))
     assert "no: " in advice["batch 1"] and "no: " in advice["batch 8"]
     assert "yes: saves 0.62 ms" in advice["batch 32"] and "yes: saves 6.67 ms" in advice["batch 256"]
+
+
+def test_direct_steps_are_explained_as_such(figures: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They write the state, so they move the bytes of plain decode, whatever L; the server decides alike."""
+    monkeypatch.setattr(launch_shapes, "INTERPRETED", False)  # as on a GPU
+    for length in ("4", "64"):
+        said, _ = read("--linear-replayssm-cache-len", length)
+        monkeypatch.setitem(launch_shapes._DIRECT_PAIRS, (launch_shapes.GDN, said.state_size), 64 * said.shape.v_heads)
+        on_gpu = dataclasses.replace(said, args=SimpleNamespace(**vars(NO_LIMIT), device=None))
+        assert launch_shapes.direct_batch(said.shape, said.state_size) == 64
+        advice = dict(explain.lines(on_gpu, None, (64, 65)))
+        assert "with (direct); no: saves" in advice["batch 64"] and "direct" not in advice["batch 65"]
+        assert len({*re.findall(r"([0-9.,]+) (?:MiB a step without|with)", advice["batch 64"])}) == 1
+        assert "direct" not in dict(explain.lines(said, None, (64,)))["batch 64"]  # --device cpu
+        monkeypatch.setenv(arguments.DIRECT_BATCH_ENV, "65")
+        assert (
+            "no: SGLANG_REPLAYSSM_DIRECT_BATCH=65 has the state" in dict(explain.lines(on_gpu, None, (65,)))["batch 65"]
+        )
+        monkeypatch.setenv(arguments.DIRECT_BATCH_ENV, "0")
+        assert "direct" not in dict(explain.lines(on_gpu, None, (1,)))["batch 1"]
+        monkeypatch.delenv(arguments.DIRECT_BATCH_ENV)
+
+
+@pytest.mark.parametrize("length", ["0", "65"])
+def test_an_impossible_length_is_not_blamed_on_the_model(length: str) -> None:
+    (reason,) = read("--linear-replayssm-cache-len", length)[1]
+    assert "--linear-replayssm-cache-len must be 1 to 64" in reason
 
 
 def test_kda_is_told_to_leave_it_off(figures: None) -> None:
@@ -300,6 +330,12 @@ def test_a_refused_launch_is_a_failure_that_says_what_to_change(capsys: pytest.C
         (["{good}", "--config", "/no/such.yaml"], "not found: /no/such.yaml"),
         (["{good}", "--config={listed}"], "`--config FILE` only"),
         (["{good}", "--memory-gib", "0.00001"], "give --memory-gib at least"),
+        (["{good}", "--tp-size", "0"], "--tp-size must be above 0, got 0"),
+        (["{good}", "--page-size", "0"], "--page-size must be above 0"),
+        (["{good}", "--max-running-requests", "-5"], "--max-running-requests must be above 0, got -5"),
+        (["{good}", "--max-mamba-cache-size", "0"], "--max-mamba-cache-size must be above 0"),
+        (["{good}", "--mamba-full-memory-ratio", "-1"], "--mamba-full-memory-ratio must be above 0"),
+        (["{good}", "--config", "{zero}"], "--page-size must be above 0"),
     ],
 )
 def test_bad_input_is_one_error(
@@ -308,11 +344,16 @@ def test_bad_input_is_one_error(
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").write_text("{")
     (tmp_path / "listed.yaml").write_text("- a\n")
+    (tmp_path / "zero.yaml").write_text("page-size: 0\n")
     dense = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, num_attention_heads=4)
     launch.config_folder(tmp_path / "dense", **dense, num_hidden_layers=2, intermediate_size=64, vocab_size=320)
     launch.config_folder(tmp_path / "unknown", architectures=["NoSuchModel"], model_type="no-such-type")
     places = {name: tmp_path / name for name in ("empty", "broken", "dense", "unknown")}
-    places |= {"listed": tmp_path / "listed.yaml", "good": tiny.build("qwen3-next-deep")}
+    places |= {
+        "listed": tmp_path / "listed.yaml",
+        "zero": tmp_path / "zero.yaml",
+        "good": tiny.build("qwen3-next-deep"),
+    }
     filled = [argument.format(**places) for argument in given]
     assert check.main(["--explain", *filled]) == 2
     seen = capsys.readouterr()

@@ -4,7 +4,7 @@ What the device knows is counted there by launches that run anyway, and copied t
 waiting; an idle server copies what is left. SGLang's processes share metrics through files (prometheus_client's
 multiprocess mode), so whatever the scheduler process registers appears in the HTTP server's /metrics.
 
-    sglang:replayssm_folds_total                       folds of a full ring
+    sglang:replayssm_folds_total                       folds of a full ring, or before a direct step
     sglang:replayssm_forced_folds_total                folds because an extend, or another owner, needs the slot exact
     sglang:replayssm_snapshots_total                   states materialised for a track boundary
     sglang:replayssm_materialisations_total{reason}    fold, extend, hand_over, snapshot: the sum of the three above
@@ -119,7 +119,7 @@ class Families:
             return made.labels(**labels)
 
         self._labels = dict(labels)
-        self.folds = counter("folds", "Folds of a full ring.").labels(**labels)
+        self.folds = counter("folds", "Folds of a full ring, or before a direct step.").labels(**labels)
         self.forced_folds = counter(
             "forced_folds", "Folds before an extend, or before another owner takes the slot."
         ).labels(**labels)

@@ -13,9 +13,20 @@ from tests.kernels.machine import PADDING, Inputs, Machine, each_gate, make_shap
 @each_gate
 def test_poison_stays_in_its_request(where: str, poison: float, gate: dict) -> None:
     """The neighbours' outputs and states are bit for bit those of a run without the poisoned request's trouble."""
+    _poison(where, poison, gate, direct=False)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v", "a", "b", "state"])
+@each_gate
+def test_poison_of_a_direct_step_stays_in_its_request(where: str, gate: dict) -> None:
+    _poison(where, float("nan"), gate, direct=True)
+
+
+def _poison(where: str, poison: float, gate: dict, direct: bool) -> None:
     results = []
     for value in (1.0, poison):
         m = Machine(make_shape(k_heads=1, v_heads=2, capacity=3, **gate))
+        m.direct = direct
         for request in (1, 2, 3):
             m.start(request, row=request, slot=request, length=request)
         if where == "state":

@@ -55,7 +55,7 @@ MUTATIONS = (
     Mutation(
         "a copy to the host does not wait for the fold",
         "cache_hooks.start_writing",
-        "ring.fold_leaving_on(controller.write_fence_stream)",
+        "ring.fold_leaving_on(controller.write_fence_stream, _overlap())",
         "pass",
         "host, written through",
     ),

@@ -5,6 +5,8 @@ Faults that need no server have their tests elsewhere: docs/contributing.md list
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,8 +15,10 @@ import pytest
 
 from tests.harness import tiny
 from tests.harness.configs import CONFIGS
+from tests.harness.events import Events
+from tests.harness.judge import Exchange, follow_transformers
 from tests.harness.reference import prompt
-from tests.harness.server import Server, ServerError
+from tests.harness.server import Server, ServerError, logged_errors
 
 pytestmark = pytest.mark.long
 
@@ -32,6 +36,21 @@ def processes(server: Server) -> list[psutil.Process]:
 
 def gone(found: list[psutil.Process], seconds: float) -> bool:
     return not psutil.wait_procs(found, timeout=seconds)[1]
+
+
+def test_sigterm_while_requests_decode() -> None:
+    """SGLang answers what is in flight, exactly, and every process ends."""
+    events = Events()
+    with start() as server, ThreadPoolExecutor(2) as pool:
+        found = processes(server)
+        prompts = [prompt(40, seed=i) for i in range(2)]
+        answers = [pool.submit(server.generate, each, 40) for each in prompts]
+        events.wait_for_decoded_tokens(6)
+        os.kill(found[0].pid, signal.SIGTERM)
+        exchanges = [Exchange(p, a.result(timeout=240)) for p, a in zip(prompts, answers, strict=True)]
+        follow_transformers(server, exchanges)
+        assert gone(found, seconds=120), "a process of the server is left"
+        assert "ReplaySSM" not in "".join(logged_errors(server.log_text()))
 
 
 def test_a_launch_that_fails_ends_the_server_with_its_error() -> None:

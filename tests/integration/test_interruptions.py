@@ -61,7 +61,7 @@ def test_a_paused_request_goes_on_exactly(server: Server, mode: str) -> None:
 @on("boundaries")
 @pytest.mark.parametrize(
     "phase",
-    ["decode", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("prefill",))],
+    ["decode", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("waiting", "prefill"))],
 )
 def test_an_aborted_request_comes_again_at_once(server: Server, phase: str) -> None:
     """The retry takes whatever row and slot the aborted one left, with its records or half its prefill in them."""

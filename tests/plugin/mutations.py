@@ -98,7 +98,7 @@ MUTATIONS = (
         "if False:",
         "host, a small one",
     ),
-    Mutation("boundaries outlive their forward", STATES + "end_forward", "self._by_row.clear()", "pass"),
+    Mutation("boundaries outlive their forward", STATES + "end_forward", "self._by_row.clear()", "pass", MIXED),
     Mutation("what no forward wrote is inserted", STATES + "checkpoint", "boundary.written and ", ""),
     Mutation(
         "what no forward wrote is not freed",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the tests marked `long`")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests one by one to whoever is free, but all servers to one process, first of all: each then starts once.
+
+    (pytest-xdist 3.8.0 has groups for that, which pytest 9.2 silently ignores.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ServersApart(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "servers" if nodeid.startswith("tests/integration/") else nodeid
+
+    return ServersApart(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--long"):
         long = [item for item in items if item.get_closest_marker("long")]
@@ -42,8 +57,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     no_sglang = pytest.mark.skip(reason="SGLang is not installed here (its release needs Python 3.11 or newer)")
     has_sglang = importlib.util.find_spec("sglang") is not None
     for item in items:
-        if "integration" in item.path.parts:  # in two processes one has the servers, which then start once each
-            item.add_marker(pytest.mark.xdist_group("servers"))
         if item.get_closest_marker("device") and not host.has_gpu():
             item.add_marker(no_gpu)
         elif server_config(item) is not None and not has_sglang:

@@ -199,10 +199,10 @@ class PrefixStates:
             for boundary in taken:
                 boundary.written = True
 
-        rounds = split_extend.plan(backend, batch, pauses, mamba_cache_chunk_size(), init_metadata)
+        steps = split_extend.plan(backend, batch, pauses, mamba_cache_chunk_size(), init_metadata)
         # Slots come from the stream that prepared the batch: their memory must last until this one has read it.
         self._recent.append([boundary.slot for boundary in taken])
-        return SplitExtend(rounds, sum(batch.extend_seq_lens_cpu), self._last_layer_id, written)
+        return SplitExtend(steps, sum(batch.extend_seq_lens_cpu), self._last_layer_id, written)
 
     def end_forward(self, batch: ForwardBatch) -> None:
         """After any forward: the extends of its rows have run."""

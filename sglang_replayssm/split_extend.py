@@ -1,24 +1,31 @@
-"""A prefill that pauses: the extend of a request runs in segments, and leaves its exact state at each pause.
+"""A prefill that leaves the exact state at chosen token counts of its extend.
 
-A linear layer's extend takes a batch of sequences, each continuing the state in its slot. To leave a state at token
-count b, one layer's extend runs twice inside the same forward: first the tokens up to b, then, after the slot has been
-copied to the boundary's own slot (conv window and state), the rest. SGLang's own prefill kernels compute both, so the
-state at b is bit for bit what a prefill that ends at b leaves in its slot, in the pool's dtype, whichever kernel
-computes it. There is no second pass over the model: projections, attention and experts run once over all tokens.
+A linear layer's extend takes a batch of sequences, each continuing the state in its slot. To leave states at token
+counts p1 < p2 < ... inside a request's extend, one layer's extend runs in rounds inside the same forward. The request
+itself pauses at a multiple of SGLang's chunk length at or before the first of them; its slot (conv window and state)
+is copied to those of the boundaries, and in the next round each boundary is a sequence of its own, a *branch*, beside
+the rest of the request. So two rounds do for any number of boundaries that lie close together; where they lie far
+apart the request pauses again, see `legs_of`. There is no second pass over the model: projections, attention and
+experts run once over all tokens.
 
-    requests      0 ......... b1 ..... b2 ......... end          (tokens of this extend)
-    round 0       [----------->                                  rows with a boundary, up to the first one
-                  [------------------------------->              rows without any, whole
-    round 1                    [------->
-    round 2                            [---------->
+    a request     0 .................. pause ... p1 ..... p2 ....... end
+    round 0       [-------------------->
+    round 1                            [------------------------------>    its own slot
+                                       [-------->                          the slot of p1
+                                       [---------------->                  the slot of p2
 
-A row that is split has SGLang's own tracked state of this extend (for its prefix cache) taken the same way, as one
-more pause; the others keep SGLang's tracking.
+SGLang's own prefill kernels compute every sequence, in the pool's dtype. They carry the state from chunk to chunk as
+a slot in fp32 holds it, and pauses lie between chunks: so what a branch leaves is, bit for bit, what a prefill leaves
+that ends there, and the request's own outputs do not change.
+
+A row with boundaries has SGLang's own tracked state of this extend (for its prefix cache) taken the same way, as one
+more of them; the others keep SGLang's tracking.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +34,14 @@ import torch
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+ROUND = 1024
+"""Tokens that the linear layers compute in about the time of one more round.
+
+On an H200 a round of 48 GDN layers is some 0.5 ms of launches per layer, which is 3,800 tokens where launches are what
+a prefill waits for, and 3.5 ms on the GPU, 530 tokens, where they are not.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,28 +53,44 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class Round:
-    """One call of a layer's extend.
+class Leg:
+    """Tokens `first` to `end` of a row's extend, and which of its pauses are branches that start at `first`."""
 
-    Attributes:
-        batch: the rows of this round, with their segment as the whole extend.
-        metadata: the backend's metadata for it.
-        tokens: [n] which tokens of the whole batch it takes.
-        source, destination: [p] slots that are copied after it.
-    """
+    first: int
+    end: int
+    branches: range
 
-    batch: ForwardBatch
-    metadata: Any
-    tokens: torch.Tensor
+
+@dataclass(frozen=True)
+class Copy:
+    """Slots that are copied between rounds, [p] each; none is in both."""
+
     source: torch.Tensor
     destination: torch.Tensor
 
 
 @dataclass(frozen=True)
-class SplitExtend:
-    """All rounds of one forward, and what to call when its last layer has left every state."""
+class Round:
+    """One call of a layer's extend.
 
-    rounds: list[Round]
+    Attributes:
+        batch: the sequences of this round, requests first, each as a whole extend.
+        metadata: the backend's metadata for it.
+        tokens: [n] which tokens of the whole batch it takes.
+        kept: how many of them are the requests' own; the outputs of branches are not used.
+    """
+
+    batch: ForwardBatch
+    metadata: Any
+    tokens: torch.Tensor
+    kept: int
+
+
+@dataclass(frozen=True)
+class SplitExtend:
+    """All steps of one forward's extends, in order, and what to call when its last layer has left every state."""
+
+    steps: list[Round | Copy]
     num_tokens: int
     last_layer_id: int
     written: Callable[[], None]
@@ -82,23 +113,29 @@ def widen_chunk_tables(entries: int = 64) -> bool:
     return True
 
 
-def segments_of(pauses: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[tuple[int, int, int]]]:
-    """Per round, (row, first token, end token) of each row that takes part; token counts are within the row's extend.
+def legs_of(points: Sequence[int], length: int, chunk: int) -> list[Leg]:
+    """How a row runs so that the state at each point can be left: the cheapest way, by rounds and by repeated tokens.
 
     Args:
-        pauses: per row, where it pauses, ascending; a pause at the row's end does not split it.
-        lengths: tokens of each row; rows without tokens take no part.
+        points: token counts within the row's extend, ascending, less than `length`.
+        length: tokens of the extend.
+        chunk: legs start at multiples of it.
     """
-    rounds: list[list[tuple[int, int, int]]] = []
-    for row, (points, length) in enumerate(zip(pauses, lengths, strict=True)):
-        edges = [0, *(at for at in points if at < length), length]
-        if not length:
-            continue
-        for number, (first, end) in enumerate(zip(edges, edges[1:], strict=False)):
-            if number == len(rounds):
-                rounds.append([])
-            rounds[number].append((row, first, end))
-    return rounds
+
+    @functools.cache
+    def best(first: int, number: int) -> tuple[int, list[Leg]]:
+        """Cost and legs from `first` on, with the points before `number` done."""
+        options, spent = [], ROUND
+        for stop in range(number, len(points) + 1):
+            if stop > number:
+                spent += points[stop - 1] - first
+            end = length if stop == len(points) else points[stop] // chunk * chunk
+            if end > first:
+                cost, legs = best(end, stop) if end < length else (0, [])
+                options.append((spent + cost, [Leg(first, end, range(number, stop)), *legs]))
+        return min(options, key=lambda option: option[0])
+
+    return best(0, 0)[1]
 
 
 def tracked_pause(batch: ForwardBatch, row: int, chunk: int) -> Pause | None:
@@ -127,44 +164,61 @@ def plan(
     pauses: dict[int, list[Pause]],
     chunk: int,
     init_metadata: Callable[[ForwardBatch], None],
-) -> list[Round]:
-    """The rounds of a batch.
+) -> list[Round | Copy]:
+    """The steps of a batch.
 
     Args:
         pauses: by row of the batch, ascending, inside its extend.
-        chunk: tokens between the states that SGLang's tracking can name.
+        chunk: tokens between the states that SGLang's tracking can name, a multiple of the kernels' chunks.
         init_metadata: sets `backend.forward_metadata` for a batch. What it is set to now stays.
     """
     lengths = [int(n) for n in batch.extend_seq_lens_cpu]
-    every: list[list[Pause]] = []
-    for row in range(batch.batch_size):
-        points = list(pauses.get(row, ()))
-        if points and (tracked := tracked_pause(batch, row, chunk)) is not None:
-            points = sorted([*points, tracked], key=lambda pause: pause.at)
-        every.append(points)
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
     whole = backend.forward_metadata
-    rounds = []
+    own = whole.mamba_cache_indices
+    legs: dict[int, list[Leg]] = {}
+    points: dict[int, list[Pause]] = {}
+    closing: list[tuple[int, Pause]] = []  # at a row's end, behind its last round
+    for row, length in enumerate(lengths):
+        points[row] = list(pauses.get(row, ()))
+        if points[row] and (tracked := tracked_pause(batch, row, chunk)) is not None:
+            if tracked.at == length:
+                closing.append((row, tracked))
+            else:
+                points[row] = sorted([*points[row], tracked], key=lambda pause: pause.at)
+        if length:
+            legs[row] = legs_of([pause.at for pause in points[row]], length, chunk)
+    starts = [sum(lengths[:row]) for row in range(len(lengths))]
+    split = {row for row, found in points.items() if found}
+    steps: list[Round | Copy] = []
     try:
-        for parts in segments_of([[pause.at for pause in points] for points in every], lengths):
-            part = _part_of(batch, parts, split={row for row, points in enumerate(every) if points})
+        for number in range(max(map(len, legs.values()), default=0)):
+            running = [(row, found[number]) for row, found in legs.items() if number < len(found)]
+            branches = [(row, leg.first, points[row][which]) for row, leg in running for which in leg.branches]
+            if branches:
+                steps.append(_copy(batch, own, [(row, pause) for row, _, pause in branches]))
+            branches = [(row, first, pause) for row, first, pause in branches if pause.at > first]
+            sequences = [(row, leg.first, leg.end) for row, leg in running]
+            kept = sum(end - first for _, first, end in sequences)
+            sequences += [(row, first, pause.at) for row, first, pause in branches]
+            part = _part_of(batch, sequences, split)
             init_metadata(part)
-            slots = backend.forward_metadata.mamba_cache_indices
-            ends = [
-                (position, pause.slot)
-                for position, (row, _, end) in enumerate(parts)
-                for pause in every[row]
-                if pause.at == end
-            ]
-            source = slots[_to(batch, [position for position, _ in ends])].to(torch.int64)
-            destination = torch.cat([slot for _, slot in ends]).to(torch.int64) if ends else source
-            tokens = torch.cat([torch.arange(starts[row] + first, starts[row] + end) for row, first, end in parts])
-            rounds.append(Round(part, backend.forward_metadata, _to(batch, tokens), source, destination))
+            metadata = backend.forward_metadata
+            if branches:
+                slots = torch.cat([pause.slot for *_, pause in branches]).to(own.dtype)
+                metadata.mamba_cache_indices = torch.cat([metadata.mamba_cache_indices[: len(running)], slots])
+            tokens = torch.cat([torch.arange(starts[row] + first, starts[row] + end) for row, first, end in sequences])
+            steps.append(Round(part, metadata, _to(batch, tokens), kept))
+        if closing:
+            steps.append(_copy(batch, own, closing))
     finally:
         backend.forward_metadata = whole
-    return rounds
+    return steps
+
+
+def _copy(batch: ForwardBatch, own: torch.Tensor, destinations: Sequence[tuple[int, Pause]]) -> Copy:
+    """From the slots of rows to those of pauses."""
+    source = own[_to(batch, [row for row, _ in destinations])].to(torch.int64)
+    return Copy(source, torch.cat([pause.slot for _, pause in destinations]).to(torch.int64))
 
 
 def _to(batch: ForwardBatch, values: Sequence[Any] | torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -177,7 +231,7 @@ def _to(batch: ForwardBatch, values: Sequence[Any] | torch.Tensor, dtype: torch.
 
 
 def _part_of(batch: ForwardBatch, parts: Sequence[tuple[int, int, int]], split: set[int]) -> ForwardBatch:
-    """The batch with only the given segments as its extends."""
+    """A batch of the given (row, first token, end token) as its extends; rows in `split` are not tracked by SGLang."""
     rows = [row for row, _, _ in parts]
     index = _to(batch, rows)
     prefixes = [int(batch.extend_prefix_lens_cpu[row]) + first for row, first, _ in parts]
@@ -226,7 +280,11 @@ def run(
     whole = backend.forward_metadata
     a_dim, b_dim = (0 if gate.ndim == 2 else 1 for gate in (a, b))
     try:
-        for part in split.rounds:
+        for part in split.steps:
+            if isinstance(part, Copy):
+                for states in (cache.conv[0], cache.temporal):
+                    states.index_copy_(0, part.destination, states.index_select(0, part.source))
+                continue
             backend.forward_metadata = part.metadata
             result = original(
                 backend,
@@ -239,10 +297,7 @@ def run(
             )
             if output is None:
                 output = result.new_zeros(1, mixed_qkv.shape[0], *result.shape[2:])
-            output.index_copy_(1, part.tokens, result)
-            if part.source.numel():
-                for states in (cache.conv[0], cache.temporal):
-                    states.index_copy_(0, part.destination, states.index_select(0, part.source))
+            output.index_copy_(1, part.tokens[: part.kept], result[:, : part.kept])
     finally:
         backend.forward_metadata = whole
     if layer.layer_id == split.last_layer_id:

@@ -6,13 +6,15 @@ import pytest
 
 from tests.harness import tiny
 from tests.harness.configs import CONFIGS
-from tests.harness.judge import FP16, Exchange, ask, ask_all, distance_to_transformers
+from tests.harness.judge import Exchange, ask, ask_all, distance_to_transformers
 from tests.harness.server import Server
 
 pytestmark = pytest.mark.device
 
 # fp16 logits: measured on an H200 up to 0.012 of log-probability over 300 tokens, where one ulp of a logit is 0.008
 ON_OFF = 0.03
+FP16 = 0.25
+"""Measured on an H200 against float32: plain SGLang is up to 0.188 off in these answers, ours 0.185."""
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness import host
 from tests.harness.configs import CONFIGS
+
+SERVERS_OF_THEIR_OWN = ("test_launch.py", "test_no_buffer.py", "test_speculation.py")
+"""Files of tests/integration whose servers no other file uses."""
 
 # Before Triton is imported: it decides at import whether `@triton.jit` compiles or interprets.
 if not host.has_gpu():
@@ -33,7 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests one by one to whoever is free, but all servers to one process, first of all: each then starts once.
+    """Tests one by one to whoever is free, but servers to one process, first of all: each then starts once.
+
+    Files that share no server with another go as a whole to whoever is free.
 
     (pytest-xdist 3.8.0 has groups for that, which pytest 9.2 silently ignores.)
     """
@@ -41,7 +47,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ServersApart(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "servers" if nodeid.startswith("tests/integration/") else nodeid
+            file = nodeid.partition("::")[0]
+            if not file.startswith("tests/integration/"):
+                return nodeid
+            return file if Path(file).name in SERVERS_OF_THEIR_OWN else "servers"
 
     return ServersApart(config, log)
 

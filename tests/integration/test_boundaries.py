@@ -25,7 +25,11 @@ def group(server: Server, *questions: int) -> list[Exchange]:
     return [ask(server, document + prompt(n, seed=900 + n), 5) for n in questions]
 
 
-@on("boundaries", "boundaries-python-core")
+@pytest.mark.parametrize(
+    "server",
+    ["boundaries", pytest.param("boundaries-python-core", marks=pytest.mark.long)],
+    indirect=True,
+)
 def test_the_second_of_a_group_hits(server: Server) -> None:
     first, second, third = answers = group(server, 70, 75, 81)
     assert first.hit == 0

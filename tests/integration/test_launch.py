@@ -53,7 +53,7 @@ def test_refused_configuration_ends_with_one_sentence() -> None:
     assert log.count(sentence) == 1
 
 
-@pytest.mark.parametrize("where", ["everywhere", "children"])
+@pytest.mark.parametrize("where", ["everywhere", pytest.param("children", marks=pytest.mark.long)])
 def test_hook_that_sglang_failed_to_apply_ends_the_launch(where: str) -> None:
     target = "GDNAttnBackend.forward_decode"
     environment = events.environment() | {"REPLAYSSM_PROBE_FAIL_HOOK": f"{where}:{target}"}

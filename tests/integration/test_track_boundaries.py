@@ -74,6 +74,7 @@ def test_chunked_prefill(server: Server) -> None:
     follow_transformers(server, [first, second])
 
 
+@pytest.mark.long
 @on("plain-deep")
 def test_the_oracle_follows_transformers(server_pool: ServerPool, server: Server) -> None:
     follow_transformers(server, recorded(server_pool, "plain-deep", two_boundaries))

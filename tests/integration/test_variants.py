@@ -42,6 +42,7 @@ def off(server_pool: ServerPool, oracle: str) -> list[Exchange]:
     return recorded(server_pool, oracle, conversation)
 
 
+@pytest.mark.long
 @on("deep-on-no-cache")
 @pytest.mark.parametrize("oracle", ["deep-off"])
 def test_without_a_radix_cache(off: list[Exchange], server: Server, oracle: str) -> None:

@@ -68,9 +68,8 @@ def run(m: Machine, steps: int, a: torch.Tensor | list[torch.Tensor], scale: flo
 @pytest.mark.parametrize(
     "decays,steps",
     [
-        ([0.99999], 4096),
         pytest.param([0.9995, 0.99999, 0.5, 1.0, 0.0, 1e-3], 4096, marks=pytest.mark.long),
-        ([0.9995, 0.5, 1.0, 0.0, 1e-3], 320),
+        ([0.99999, 0.9995, 0.5, 1.0, 0.0, 1e-3], 320),
     ],
 )
 def test_long_decodes_stay_within_the_bound(decays: list[float], steps: int) -> None:

@@ -16,7 +16,14 @@ from replayssm_kernels.workload import Workload
 from tests.kernels.machine import BOUNDED, DEVICE, KDA, each_gate, make_shape
 
 
-@pytest.mark.parametrize("which", [["gdn_decode"], ["kda_decode"], ["kda_decode", "--lower-bound", "-5"]])
+@pytest.mark.parametrize(
+    "which",
+    [
+        ["gdn_decode"],
+        pytest.param(["kda_decode"], marks=pytest.mark.long),
+        pytest.param(["kda_decode", "--lower-bound", "-5"], marks=pytest.mark.long),
+    ],
+)
 def test_decode_smoke(which: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.jsonl"
     command.main([*which, "--smoke", "--no-baselines", "--configs", "16,2,1,1", "--json", str(path)])
@@ -32,7 +39,9 @@ def test_decode_smoke(which: list[str], tmp_path: Path, capsys: pytest.CaptureFi
     assert "batch 3 ours" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("which", [["gdn_verify"], ["kda_verify", "--accepted", "2"]])
+@pytest.mark.parametrize(
+    "which", [pytest.param(["gdn_verify"], marks=pytest.mark.long), ["kda_verify", "--accepted", "2"]]
+)
 def test_verify_smoke(which: list[str], tmp_path: Path) -> None:
     path = tmp_path / "figures.jsonl"
     command.main([*which, "--smoke", "--no-baselines", "--configs", "16,2,4,1", "--json", str(path)])

@@ -165,7 +165,7 @@ def cost_of_a_round(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("model", "prefixes", "lengths", "points"),
     [
-        pytest.param(GDN, [0, 30, 0, 17], [150, 70, 128, 33], {0: [64, 80, 140], 2: [64, 100], 3: [20]}, id="gdn"),
+        pytest.param(GDN, [0, 30, 17], [150, 70, 33], {0: [64, 80, 140], 2: [20]}, id="gdn"),
         pytest.param(KDA, [0, 30], [80, 20], {0: [40, 70]}, id="kda"),
         pytest.param(BOUNDED_KDA, [0, 30], [80, 20], {0: [40, 70]}, id="bounded kda", marks=pytest.mark.long),
     ],

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,9 +67,6 @@ class PrefixStates:
         self, policy: BoundaryPolicy, last_layer_id: int, decided: Callable[..., None] = lambda *_: None
     ) -> None:
         self._decided = decided
-        if not split_extend.widen_chunk_tables():
-            # Three rounds at most beside SGLang's own tracked state: what its kernels remember, see there.
-            policy = replace(policy, most=min(policy.most, 2))
         self.policy = policy
         self.ledger = StateLedger(policy)
         self.history = TextHistory()

@@ -25,7 +25,6 @@ _POOL = _S + "mem_cache.memory_pool."
 _CACHE = _S + "mem_cache.unified_radix_cache.UnifiedRadixCache."
 _CONTROLLER = _S + "managers.cache_controller.HiCacheController."
 _BASE_CACHE = _S + "mem_cache.base_prefix_cache."
-_FLA_INDEX = "sglang.kernels.ops.attention.fla.index."
 _CONFIGURATOR = _S + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
 
 
@@ -382,10 +381,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(_S + "runtime_context.get_exec", "call"),
     Seam(_S + "runtime_context.mamba_cache_chunk_size", "call"),
-    # Prefill kernels
-    Seam(_FLA_INDEX + "prepare_chunk_indices", "call", ("cu_seqlens", "chunk_size")),
-    Seam(_FLA_INDEX + "prepare_chunk_offsets", "call", ("cu_seqlens", "chunk_size")),
-    Seam(_FLA_INDEX + "prepare_lens", "call", ("cu_seqlens",)),
 )
 
 

@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
+MOST_ROUNDS = 3
+"""SGLang's chunk kernels derive tables from a batch's sequence lengths, for which they wait for the device, and keep
+four, by the tensor of lengths: with more, every layer would make every round's tables anew. (A round of fewer than 64
+tokens may take two of them.)"""
+
 ROUND = 1024
 """Tokens that the linear layers compute in about the time of one more round.
 
@@ -96,23 +101,6 @@ class SplitExtend:
     written: Callable[[], None]
 
 
-def widen_chunk_tables(entries: int = 64) -> bool:
-    """Let SGLang's chunk kernels remember the tables of every round of a forward. Returns whether that worked.
-
-    They derive a table from each batch's sequence lengths, wait for the device to do so, and keep the last four, by
-    the tensor of lengths. A forward of more rounds would make every table anew in every layer.
-    """
-    from sglang.kernels.ops.attention.fla.index import prepare_chunk_indices, prepare_chunk_offsets, prepare_lens
-
-    for remembering in (prepare_chunk_indices, prepare_chunk_offsets, prepare_lens):
-        names = remembering.__code__.co_freevars
-        if "cache_size" not in names:
-            return False
-        cell = remembering.__closure__[names.index("cache_size")]
-        cell.cell_contents = max(cell.cell_contents, entries)
-    return True
-
-
 def legs_of(points: Sequence[int], length: int, chunk: int) -> list[Leg]:
     """How a row runs so that the state at each point can be left: the cheapest way, by rounds and by repeated tokens.
 
@@ -123,19 +111,19 @@ def legs_of(points: Sequence[int], length: int, chunk: int) -> list[Leg]:
     """
 
     @functools.cache
-    def best(first: int, number: int) -> tuple[int, list[Leg]]:
-        """Cost and legs from `first` on, with the points before `number` done."""
+    def best(first: int, number: int, rounds: int) -> tuple[int, list[Leg]]:
+        """Cost and legs from `first` on, in so many rounds at most, with the points before `number` done."""
         options, spent = [], ROUND
         for stop in range(number, len(points) + 1):
             if stop > number:
                 spent += points[stop - 1] - first
             end = length if stop == len(points) else points[stop] // chunk * chunk
-            if end > first:
-                cost, legs = best(end, stop) if end < length else (0, [])
+            if end > first and (end == length or rounds > 1):
+                cost, legs = best(end, stop, rounds - 1) if end < length else (0, [])
                 options.append((spent + cost, [Leg(first, end, range(number, stop)), *legs]))
         return min(options, key=lambda option: option[0])
 
-    return best(0, 0)[1]
+    return best(0, 0, MOST_ROUNDS)[1]
 
 
 def tracked_pause(batch: ForwardBatch, row: int, chunk: int) -> Pause | None:

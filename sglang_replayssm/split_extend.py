@@ -5,7 +5,7 @@ counts p1 < p2 < ... inside a request's extend, one layer's extend runs in round
 itself pauses at a multiple of SGLang's chunk length at or before the first of them; its slot (conv window and state)
 is copied to those of the boundaries, and in the next round each boundary is a sequence of its own, a *branch*, beside
 the rest of the request. So two rounds do for any number of boundaries that lie close together; where they lie far
-apart the request pauses again, see `legs_of`. There is no second pass over the model: projections, attention and
+apart the request pauses again, see `cheapest`. There is no second pass over the model: projections, attention and
 experts run once over all tokens.
 
     a request     0 .................. pause ... p1 ..... p2 ....... end
@@ -41,11 +41,13 @@ MOST_ROUNDS = 3
 four, by the tensor of lengths: with more, every layer would make every round's tables anew. (A round of fewer than 64
 tokens may take two of them.)"""
 
-ROUND = 1024
-"""Tokens that the linear layers compute in about the time of one more round.
+FEW = 2048
+"""Tokens of a forward up to which it waits for its launches rather than for the GPU, about."""
 
-On an H200 a round of 48 GDN layers is some 0.5 ms of launches per layer, which is 3,800 tokens where launches are what
-a prefill waits for, and 3.5 ms on the GPU, 530 tokens, where they are not.
+ROUND, ROUND_OF_FEW = 1024, 4096
+"""Tokens that the linear layers compute in about the time of one more round: of a forward of many tokens, of few.
+
+On an H200, 48 GDN layers of the 27B shape: a round is 25 ms of launches, or 3.5 ms on the GPU; a token 6.6 us.
 """
 
 
@@ -101,29 +103,47 @@ class SplitExtend:
     written: Callable[[], None]
 
 
-def legs_of(points: Sequence[int], length: int, chunk: int) -> list[Leg]:
-    """How a row runs so that the state at each point can be left: the cheapest way, by rounds and by repeated tokens.
+def legs_of(points: Sequence[int], length: int, chunk: int, rounds: int) -> tuple[int, list[Leg]]:
+    """How a row runs, in so many rounds at most, so that the state at each point can be left.
 
     Args:
         points: token counts within the row's extend, ascending, less than `length`.
-        length: tokens of the extend.
+        length: tokens of the extend, at least 1.
         chunk: legs start at multiples of it.
+
+    Returns:
+        The fewest tokens that branches repeat, and the legs.
     """
 
     @functools.cache
     def best(first: int, number: int, rounds: int) -> tuple[int, list[Leg]]:
-        """Cost and legs from `first` on, in so many rounds at most, with the points before `number` done."""
-        options, spent = [], ROUND
+        """From `first` on, with the points before `number` done."""
+        options, repeated = [], 0
         for stop in range(number, len(points) + 1):
             if stop > number:
-                spent += points[stop - 1] - first
+                repeated += points[stop - 1] - first
             end = length if stop == len(points) else points[stop] // chunk * chunk
             if end > first and (end == length or rounds > 1):
-                cost, legs = best(end, stop, rounds - 1) if end < length else (0, [])
-                options.append((spent + cost, [Leg(first, end, range(number, stop)), *legs]))
-        return min(options, key=lambda option: option[0])
+                more, legs = best(end, stop, rounds - 1) if end < length else (0, [])
+                options.append((repeated + more, [Leg(first, end, range(number, stop)), *legs]))
+        return min(options, key=lambda option: (option[0], len(option[1])))
 
-    return best(0, 0, MOST_ROUNDS)[1]
+    return best(0, 0, rounds)
+
+
+def cheapest(rows: Sequence[tuple[Sequence[int], int]], chunk: int) -> list[list[Leg]]:
+    """The legs of all rows of a forward: rounds, which all share, weighed against the tokens that branches repeat.
+
+    Args:
+        rows: points and length of each, see `legs_of`; a row without tokens has no legs.
+    """
+    cost = ROUND_OF_FEW if sum(length for _, length in rows) <= FEW else ROUND
+    options = []
+    for rounds in range(1, MOST_ROUNDS + 1):
+        found = [legs_of(points, length, chunk, rounds) if length else (0, []) for points, length in rows]
+        needed = max((len(legs) for _, legs in found), default=0)
+        options.append((needed * cost + sum(repeated for repeated, _ in found), [legs for _, legs in found]))
+    return min(options, key=lambda option: option[0])[1]
 
 
 def tracked_pause(batch: ForwardBatch, row: int, chunk: int) -> Pause | None:
@@ -163,7 +183,6 @@ def plan(
     lengths = [int(n) for n in batch.extend_seq_lens_cpu]
     whole = backend.forward_metadata
     own = whole.mamba_cache_indices
-    legs: dict[int, list[Leg]] = {}
     points: dict[int, list[Pause]] = {}
     closing: list[tuple[int, Pause]] = []  # at a row's end, behind its last round
     for row, length in enumerate(lengths):
@@ -173,14 +192,13 @@ def plan(
                 closing.append((row, tracked))
             else:
                 points[row] = sorted([*points[row], tracked], key=lambda pause: pause.at)
-        if length:
-            legs[row] = legs_of([pause.at for pause in points[row]], length, chunk)
+    legs = cheapest([([pause.at for pause in points[row]], length) for row, length in enumerate(lengths)], chunk)
     starts = [sum(lengths[:row]) for row in range(len(lengths))]
     split = {row for row, found in points.items() if found}
     steps: list[Round | Copy] = []
     try:
-        for number in range(max(map(len, legs.values()), default=0)):
-            running = [(row, found[number]) for row, found in legs.items() if number < len(found)]
+        for number in range(max(map(len, legs), default=0)):
+            running = [(row, found[number]) for row, found in enumerate(legs) if number < len(found)]
             branches = [(row, leg.first, points[row][which]) for row, leg in running for which in leg.branches]
             if branches:
                 steps.append(_copy(batch, own, [(row, pause) for row, _, pause in branches]))

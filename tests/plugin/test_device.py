@@ -210,7 +210,7 @@ def test_copies_to_and_from_the_host_are_ordered_with_the_folds() -> None:
     four, five = m.ints([4])[0], m.ints([5])[0]
     forward.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(forward):
-        torch.cuda._sleep(1_000_000_000)  # about half a second: everything below is launched meanwhile
+        torch.cuda._sleep(8_000_000_000)  # some four seconds: everything below is launched meanwhile, on any host
         for drawn in tokens:
             steps.next(drawn)
             steps.layers()

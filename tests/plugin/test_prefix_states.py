@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from sglang_replayssm.boundaries import BoundaryPolicy
+from tests.harness import host
 from tests.plugin import twins
 from tests.plugin.cache_machine import CacheMachine
+
+pytestmark = pytest.mark.skipif(host.has_gpu(), reason="the ring's launches are twins on the host")
 
 POLICY = BoundaryPolicy(tail=(32, 64), least=8, cold=40, most=3, share=0.0)
 no_rust = pytest.mark.skipif(

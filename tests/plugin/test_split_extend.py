@@ -16,7 +16,7 @@ import torch
 from replayssm_kernels import reference
 from sglang_replayssm import split_extend
 from sglang_replayssm.prefix_states import Boundary, PrefixStates, states_of
-from sglang_replayssm.split_extend import ROUND
+from sglang_replayssm.split_extend import ROUND_OF_FEW
 from tests.plugin.launch import DEVICE
 from tests.plugin.test_backend import BOUNDED_KDA, GDN, KDA, Model, Shard, ints
 
@@ -155,10 +155,10 @@ def check_against_shorter_prefills(prefill: Prefill, points: dict[int, list[int]
             assert same(tracked_of_split[row], alone(row, length // CHUNK * CHUNK))
 
 
-@pytest.fixture(params=[ROUND, 1], ids=["one round", "many rounds"])
+@pytest.fixture(params=[ROUND_OF_FEW, 1], ids=["one round", "many rounds"])
 def cost_of_a_round(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are so dear that requests never pause for rows this short, or so cheap that they do wherever they can."""
-    monkeypatch.setattr(split_extend, "ROUND", request.param)
+    monkeypatch.setattr(split_extend, "ROUND_OF_FEW", request.param)
 
 
 @pytest.mark.usefixtures("cost_of_a_round")
@@ -233,7 +233,7 @@ def test_every_round_of_a_forward_keeps_its_chunk_table() -> None:
     """SGLang's kernels remember a few; with one more round every layer would wait for the device."""
     from sglang.kernels.ops.attention.fla.index import prepare_chunk_indices
 
-    rounds = len(split_extend.legs_of(list(range(1000, 50_000, 5000)), 50_000, CHUNK))
+    rounds = len(split_extend.cheapest([(list(range(1000, 50_000, 5000)), 50_000)], CHUNK)[0])
     assert rounds == split_extend.MOST_ROUNDS
     lengths = [(ints([0, 64 + n]), chunk) for n in range(rounds) for chunk in ((CHUNK, 16) if n == 0 else (CHUNK,))]
     tables = [prepare_chunk_indices(*each) for each in lengths]
@@ -250,10 +250,18 @@ def test_every_round_of_a_forward_keeps_its_chunk_table() -> None:
         ([1601, 1990], 2112, [(0, 1600, 0), (1600, 2112, 2)]),
         ([1900, 4000, 6000], 8192, [(0, 3968, 1), (3968, 5952, 1), (5952, 8192, 1)]),  # three rounds at most
         ([10, 5000], 5050, [(0, 4992, 1), (4992, 5050, 1)]),
+        ([], 0, []),
     ],
 )
 def test_legs(points: list[int], length: int, legs: list[tuple[int, int, int]]) -> None:
-    """(first token, end token, branches) of each round that a row takes part in."""
-    found = split_extend.legs_of(points, length, 64)
+    """(first token, end token, branches) of each round that a row alone takes part in."""
+    (found,) = split_extend.cheapest([(points, length)], CHUNK)
     assert [(leg.first, leg.end, len(leg.branches)) for leg in found] == legs
     assert [which for leg in found for which in leg.branches] == list(range(len(points)))
+
+
+def test_rounds_are_weighed_for_the_whole_forward() -> None:
+    """One short extend runs in one round; a dozen of them repeat more tokens than two more rounds cost."""
+    row = ([200, 400, 600], 700)
+    assert [len(legs) for legs in split_extend.cheapest([row], CHUNK)] == [1]
+    assert [len(legs) for legs in split_extend.cheapest([row] * 12, CHUNK)] == [3] * 12

@@ -40,7 +40,6 @@ by_scenario = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.long
 @by_scenario
 @on("deep-off")
 def test_the_oracle_follows_transformers(server_pool: ServerPool, server: Server, scenario: Scenario) -> None:

@@ -75,7 +75,6 @@ scenarios = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.long
 @scenarios
 @on("deep-off-no-buffer")
 def test_the_oracle_follows_transformers(server_pool: ServerPool, server: Server, scenario: Scenario) -> None:

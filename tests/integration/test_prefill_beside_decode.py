@@ -9,6 +9,7 @@ import pytest
 
 from tests.harness.events import Events
 from tests.harness.judge import Exchange, ask, ask_all, follow_transformers
+from tests.harness.pool import on
 from tests.harness.reference import prompt
 from tests.harness.scenarios import cold_again
 from tests.harness.server import Server
@@ -32,7 +33,8 @@ def reuse_each(server: Server, exchanges: list[Exchange], tracked: int) -> None:
         cold_again(server, exchange, CHUNKED)
 
 
-@also_with_kda("deep-on-mixed", "kimi-on-mixed")
+@pytest.mark.long
+@on("deep-on-mixed", "kimi-on-mixed")
 def test_mixed_chunk(server: Server) -> None:
     """Two requests decode while prompts of several chunks arrive; each mixed step runs them as one-token extends."""
     events = Events()

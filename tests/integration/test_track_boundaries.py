@@ -90,7 +90,7 @@ def off(server_pool: ServerPool) -> list[Exchange]:
     "server",
     [
         pytest.param("deep-on-len-1", marks=pytest.mark.long),
-        "deep-on-len-5",
+        pytest.param("deep-on-len-5", marks=pytest.mark.long),
         pytest.param("deep-on-len-64", marks=pytest.mark.long),
         pytest.param("deep-on-no-overlap", marks=pytest.mark.long),
     ],

@@ -16,7 +16,7 @@ PTXAS = Path(importlib.util.find_spec("triton").origin).parent / "backends" / "n
 
 
 @pytest.mark.skipif(not PTXAS.exists(), reason="this Triton brings no NVIDIA assembler")
-@pytest.mark.parametrize("extent", [[], pytest.param(["--all"], marks=pytest.mark.long)], ids=["served", "all"])
+@pytest.mark.parametrize("extent", [["--some"], pytest.param(["--all"], marks=pytest.mark.long)], ids=["some", "all"])
 def test_every_kernel_compiles_without_spilling(extent: list[str], tmp_path: Path) -> None:
     """For sm_90: nothing to speak of spills, and two programs always fit into a multiprocessor's shared memory."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -27,7 +27,7 @@ def test_every_kernel_compiles_without_spilling(extent: list[str], tmp_path: Pat
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     variants = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(variants) >= 20
+    assert {v["name"].split()[0] for v in variants} >= {"decode", "verify", "materialise", "plan_step"}
     for v in variants:
         print(v)
         # Bytes per thread. Verify runs out of registers; its shapes are those that were fastest nevertheless.

@@ -155,7 +155,7 @@ def check_against_shorter_prefills(prefill: Prefill, points: dict[int, list[int]
             assert same(tracked_of_split[row], alone(row, length // CHUNK * CHUNK))
 
 
-@pytest.fixture(params=[ROUND_OF_FEW, 1], ids=["one round", "many rounds"])
+@pytest.fixture(params=[1, ROUND_OF_FEW], ids=["many rounds", "one round"])
 def cost_of_a_round(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are so dear that requests never pause for rows this short, or so cheap that they do wherever they can."""
     monkeypatch.setattr(split_extend, "ROUND_OF_FEW", request.param)
@@ -165,8 +165,8 @@ def cost_of_a_round(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("model", "prefixes", "lengths", "points"),
     [
-        pytest.param(GDN, [0, 30, 17], [150, 70, 33], {0: [64, 80, 140], 2: [20]}, id="gdn"),
-        pytest.param(KDA, [0, 30], [80, 20], {0: [40, 70]}, id="kda"),
+        pytest.param(GDN, [0, 30, 17], [140, 20, 33], {0: [64, 80, 135], 2: [20]}, id="gdn"),
+        pytest.param(KDA, [0, 30], [80, 10], {0: [40, 70]}, id="kda"),
         pytest.param(BOUNDED_KDA, [0, 30], [80, 20], {0: [40, 70]}, id="bounded kda", marks=pytest.mark.long),
     ],
 )

@@ -45,7 +45,7 @@ class BoundaryPolicy:
         tail: distances from the prompt's end, in tokens.
         stride: tokens between guesses over all of a prompt's new text, from its end back; 0 for none.
         joints: whether the edges of repeated text are boundaries.
-        most: states that one extend may leave.
+        most: states that one extend may leave unasked. Hinted ones come on top.
         least: tokens that lie between two states of one extend, and before the first.
         cold: tokens of new text that a prompt must have before anything is guessed about it (tail, stride).
         finish: whether the state at the end of a request is kept for the next turn.
@@ -54,10 +54,10 @@ class BoundaryPolicy:
         worth: the part of a kind's states that must be used; below it only one in eight of that kind is kept.
     """
 
-    tail: tuple[int, ...] = (64, 128, 256, 512)
+    tail: tuple[int, ...] = (64, 192, 512)
     stride: int = 0
     joints: bool = True
-    most: int = 4
+    most: int = 3
     least: int = 32
     cold: int = 256
     finish: bool = True
@@ -102,15 +102,15 @@ class BoundaryPolicy:
         """
         chosen: dict[int, str] = {}
 
-        def take(positions: Iterable[int], kind: str) -> None:
+        def take(positions: Iterable[int], kind: str, most: int = self.most) -> None:
             for position in positions:
                 at = position // page_size * page_size
                 near = any(abs(at - other) < self.least for other in chosen)
-                if len(chosen) < self.most and start + self.least <= at < end and not near:
+                if len(chosen) < most and start + self.least <= at < end and not near:
                     chosen[at] = kind
 
         take([branch], "branch")
-        take(sorted(hints), "hint")
+        take(sorted(hints), "hint", most=MOST_HINTS)
         if self.joints:
             take(sorted(joints), "joint")
         known = max([start if cached is None else cached, branch, *joints])
@@ -291,14 +291,17 @@ class StateLedger:
                 self.events["evicted"] += state.at_boundary
 
     def worth(self, kind: str, slots: int, free: int) -> bool:
-        """Whether another state of this kind is worth a slot: many are free, or enough of the last ones were used.
+        """Whether another state of this kind is worth having: enough of the last ones were used.
 
-        One in eight is kept even so; traffic changes.
+        One in eight is kept even so; traffic changes. A request's own last states cost no time, only a slot, and are
+        kept as long as many are free.
 
         Args: slots of the pool, and those that hold nothing.
         """
         tally = self.tallies[kind]
-        if 4 * free >= slots or tally.stored < 16 or tally.used >= self.policy.worth * tally.stored:
+        if kind in ("end", "finish") and 4 * free >= slots:
+            return True
+        if tally.stored < 16 or tally.used >= self.policy.worth * tally.stored:
             return True
         tally.refused += 1
         return tally.refused % 8 == 0

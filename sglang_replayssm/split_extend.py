@@ -301,9 +301,13 @@ def run(
                 b.index_select(b_dim, part.tokens),
                 **kwargs,
             )
+            result = result[:, : part.kept]
+            if part.kept == mixed_qkv.shape[0]:  # the only round: all requests, in order
+                output = result if output is None else output.copy_(result)
+                continue
             if output is None:
                 output = result.new_zeros(1, mixed_qkv.shape[0], *result.shape[2:])
-            output.index_copy_(1, part.tokens[: part.kept], result[:, : part.kept])
+            output.index_copy_(1, part.tokens[: part.kept], result)
     finally:
         backend.forward_metadata = whole
     if layer.layer_id == split.last_layer_id:

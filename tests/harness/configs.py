@@ -82,7 +82,7 @@ CONFIGS |= {
 
 # States at boundaries, in the prefix cache and at the end of requests.
 BOUNDARIES = {
-    "SGLANG_REPLAYSSM_BOUNDARIES": "tail=64:128,cold=128",
+    "SGLANG_REPLAYSSM_BOUNDARIES": "tail=64:128,cold=128,worth=0",
     # SGLang counts its pools after every step
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",

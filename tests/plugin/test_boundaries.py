@@ -31,7 +31,7 @@ def test_an_unknown_prompt_gets_its_tail() -> None:
 
 
 def test_a_stride_comes_after_the_tail_from_the_end_back() -> None:
-    policy = BoundaryPolicy(tail=(64,), stride=500)
+    policy = BoundaryPolicy(most=4, tail=(64,), stride=500)
     assert policy.choose(0, 2037, 2037) == [(500, "stride"), (1000, "stride"), (1500, "stride"), (1973, "tail")]
     assert policy.choose(0, 2037, 2037, branch=1400) == [(1400, "branch"), (1500, "stride"), (1973, "tail")]
 
@@ -61,6 +61,12 @@ def test_hints_replace_guesses() -> None:
     ]
 
 
+def test_what_is_hinted_is_taken_beside_the_rest() -> None:
+    hints = list(range(400, 4400, 400))
+    chosen = BoundaryPolicy(most=1).choose(0, 5000, 5000, branch=100, joints=[300, 350], hints=hints)
+    assert chosen == [(100, "branch"), *((at, "hint") for at in hints)]
+
+
 def test_a_key_names_pages() -> None:
     chosen = BoundaryPolicy(tail=(64,)).choose(0, 2037, 2037, branch=1000, page_size=64)
     assert chosen == [(960, "branch"), (1920, "tail")]
@@ -88,7 +94,7 @@ def test_boundaries_lie_inside_the_extend_and_apart(seed: int) -> None:
         page_size=(page := rng.choice([1, 16, 64])),
     )
     at = [position for position, _ in chosen]
-    assert len(at) <= policy.most
+    assert sum(kind != "hint" for _, kind in chosen) <= policy.most
     assert at == sorted(at)
     assert all(start + policy.least <= position < end and position % page == 0 for position in at)
     assert all(later - earlier >= policy.least for earlier, later in zip(at, at[1:], strict=False))
@@ -267,6 +273,9 @@ def test_a_kind_that_nobody_uses_is_kept_seldom() -> None:
         ledger.stored(number, "finish")
     assert [ledger.worth("finish", slots=100, free=24) for _ in range(8)] == [False] * 7 + [True]
     assert ledger.worth("finish", slots=100, free=25), "room enough"
+    for number in range(16):
+        ledger.stored(100 + number, "tail")
+    assert not ledger.worth("tail", slots=100, free=100), "room does not pay for a prefill's time"
     for number in range(2):
         ledger.used(number, lambda: None)
     assert ledger.worth("finish", slots=100, free=0)

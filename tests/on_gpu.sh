@@ -3,7 +3,7 @@
 #
 #   tests/on_gpu.sh OUT PART...      from the repository's root; OUT is a folder for logs and results
 #
-# parts: tests kernels verify prefix boundaries throughput kimi accuracy. PYTHON names the interpreter of an environment with
+# parts: tests kernels verify prefix boundaries prefill throughput kimi accuracy. PYTHON names the interpreter of an environment with
 # SGLang, this package and its `bench` extra; MODEL a folder with the config.json of a 27B-shaped Qwen3.5 and KIMI one of a
 # Kimi-Linear shape (dummy weights). Nothing else may use the GPU while figures are taken, least of all the tests.
 set -uo pipefail
@@ -54,20 +54,29 @@ prefix() { # hit rate and TTFT, as of bench_rag's results in the README
     --seeds "${SEEDS:-1,2}" --server-args "$SERVER $FEW --enable-metrics"
 }
 
-boundaries() { # states at boundaries on and off; lengths that are no multiple of anything
-  local arms=$OUT/boundaries.toml
-  cat >"$arms" <<'TOML'
+write_off_arm() {
+  cat >"$OUT/boundaries.toml" <<'TOML'
 [arms.off]
 about = "the plugin, prefix cache as SGLang has it"
 plugin = true
 args = "--enable-linear-replayssm"
 env = { SGLANG_REPLAYSSM_BOUNDARIES = "off" }
 TOML
-  rag boundaries --config "$arms" --model "$MODEL" --arms plain,plugin,off --workload gsp,zipf,multi --seeds "${SEEDS:-1,2,3}" \
+}
+
+boundaries() { # states at boundaries on and off; lengths that are no multiple of anything
+  write_off_arm
+  rag boundaries --config "$OUT/boundaries.toml" --model "$MODEL" --arms plain,plugin,off --workload gsp,zipf,multi --seeds "${SEEDS:-1,2,3}" \
     --server-args "$SERVER $FEW"
   rag odd --model "$MODEL" --arms plain,plugin --workload gsp --prefix-len 1937 --question-len 100 --server-args "$SERVER $FEW"
   rag odd-zipf --model "$MODEL" --arms plain,plugin --workload zipf --document-len 437 --prefix-len 77 \
     --server-args "$SERVER $FEW"
+}
+
+prefill() { # what states at boundaries cost a prefill: prompts that share nothing, one and four at a time
+  write_off_arm
+  rag prefill --config "$OUT/boundaries.toml" --model "$MODEL" --arms off,plugin,plain --workload burst --batch 1,4 \
+    --prompt-len 2112 --output-len 2 --seeds 1,2,3,4,5,6 --server-args "$SERVER $FEW"
 }
 
 throughput() { # decode alone, at a fixed number of requests
@@ -90,7 +99,7 @@ accuracy() {
 
 for part in "$@"; do
   case $part in
-    tests | kernels | verify | prefix | boundaries | throughput | kimi | accuracy) ;;
+    tests | kernels | verify | prefix | boundaries | prefill | throughput | kimi | accuracy) ;;
     *) echo "tests/on_gpu.sh: no part $part" >&2 && exit 2 ;;
   esac
   begin=$SECONDS

@@ -186,7 +186,12 @@ def _launch(model: str, parsed: Any, config: Any) -> tuple[Launch, list[str]]:
     if refused is not None:
         reasons.append(f"SGLang itself refuses this launch: {refused}")
     with get_parallel().override(attn_tp_size=args.tp_size, enable_cp_tp_group_sharing=False):
-        params = mambaish_config(config).mamba2_cache_params
+        try:
+            params = mambaish_config(config).mamba2_cache_params
+        except AssertionError as error:
+            raise Unexplained(
+                f"the linear layers of {model} do not divide into --tp-size {args.tp_size} ({error}): choose another."
+            ) from error
     width = arguments.planned_width(args)
     shape = shape_for(
         params,

@@ -331,6 +331,7 @@ def test_a_refused_launch_is_a_failure_that_says_what_to_change(capsys: pytest.C
         (["{good}", "--config={listed}"], "`--config FILE` only"),
         (["{good}", "--memory-gib", "0.00001"], "give --memory-gib at least"),
         (["{good}", "--tp-size", "0"], "--tp-size must be above 0, got 0"),
+        (["{good}", "--tp-size", "3"], "do not divide into --tp-size 3"),
         (["{good}", "--page-size", "0"], "--page-size must be above 0"),
         (["{good}", "--max-running-requests", "-5"], "--max-running-requests must be above 0, got -5"),
         (["{good}", "--max-mamba-cache-size", "0"], "--max-mamba-cache-size must be above 0"),

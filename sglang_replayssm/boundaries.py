@@ -32,6 +32,8 @@ HINTS = "replayssm_boundaries"
 """Key in a request's `sampling_params.custom_params`: token counts where its documents end."""
 
 MOST_HINTS = 64
+MOST_STATES = 8
+"""States of one extend, hinted ones or others. Its linear layers repeat up to a sixth of its tokens for each."""
 KINDS = ("branch", "hint", "joint", "tail", "stride", "end", "finish")
 EVENTS = ("taken", "hit", "evicted")
 """What becomes of states at boundaries, as `StateLedger` counts it: stored, started from (every time), gone."""
@@ -45,7 +47,7 @@ class BoundaryPolicy:
         tail: distances from the prompt's end, in tokens.
         stride: tokens between guesses over all of a prompt's new text, from its end back; 0 for none.
         joints: whether the edges of repeated text are boundaries.
-        most: states that one extend may leave unasked. Hinted ones come on top.
+        most: states that one extend may leave unasked, at most MOST_STATES; hints may ask for more, up to that.
         least: tokens that lie between two states of one extend, and before the first.
         cold: tokens of new text that a prompt must have before anything is guessed about it (tail, stride).
         finish: whether the state at the end of a request is kept for the next turn.
@@ -69,6 +71,8 @@ class BoundaryPolicy:
         for name in ("stride", "most", "cold"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.most > MOST_STATES:
+            raise ValueError(f"most must be at most {MOST_STATES}, got {self.most}")
         if self.least < 1:
             raise ValueError(f"least must be at least 1, got {self.least}")
         if any(distance < 1 for distance in self.tail):
@@ -110,7 +114,7 @@ class BoundaryPolicy:
                     chosen[at] = kind
 
         take([branch], "branch")
-        take(sorted(hints), "hint", most=MOST_HINTS)
+        take(sorted(hints), "hint", most=MOST_STATES)
         if self.joints:
             take(sorted(joints), "joint")
         known = max([start if cached is None else cached, branch, *joints])

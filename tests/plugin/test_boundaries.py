@@ -9,6 +9,7 @@ import pytest
 from sglang_replayssm.boundaries import (
     HINTS,
     MOST_HINTS,
+    MOST_STATES,
     BoundaryPolicy,
     StateLedger,
     TextHistory,
@@ -64,7 +65,7 @@ def test_hints_replace_guesses() -> None:
 def test_what_is_hinted_is_taken_beside_the_rest() -> None:
     hints = list(range(400, 4400, 400))
     chosen = BoundaryPolicy(most=1).choose(0, 5000, 5000, branch=100, joints=[300, 350], hints=hints)
-    assert chosen == [(100, "branch"), *((at, "hint") for at in hints)]
+    assert chosen == [(100, "branch"), *((at, "hint") for at in hints[: MOST_STATES - 1])]
 
 
 def test_a_key_names_pages() -> None:
@@ -104,6 +105,7 @@ def test_boundaries_lie_inside_the_extend_and_apart(seed: int) -> None:
     ("field", "value"),
     [
         ("most", -1),
+        ("most", MOST_STATES + 1),
         ("stride", -1),
         ("cold", -1),
         ("least", 0),

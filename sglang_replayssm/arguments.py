@@ -143,6 +143,13 @@ _SPEC_ENVIRONMENT = (
     ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", _OFF, "metadata on a stream of its own"),
     ("SGLANG_ENABLE_PP_SPEC", _OFF, "speculation across pipeline stages"),
 )
+# Accepted architectures that no draft of NEXTN or EAGLE works with, and why. What the ring does for them is tested.
+_WITHOUT_DRAFTS = {
+    "KimiLinearForCausalLM": (
+        "NEXTN and EAGLE drafts share the target's embedding and head, which SGLang's class for it does not hand out "
+        "(no get_embed_and_head)"
+    ),
+}
 
 # Server arguments that this package reads, here, in memory_plan.py and in explain.py.
 FIELDS = (
@@ -296,7 +303,7 @@ def refusals(view: Any, architectures: list[str], gate: str | None) -> list[str]
                     f"{flag} is not proven with the hierarchical cache and {what} yet: drop "
                     f"--enable-hierarchical-cache, or drop {flag}."
                 )
-    found.extend(_spec_refusals(view, gate))
+    found.extend(_spec_refusals(view, architectures))
     found.extend(_device_refusals(view.device))
     for setting in (u_dtype_name, direct_batch, policy_from_environment):
         try:
@@ -306,7 +313,7 @@ def refusals(view: Any, architectures: list[str], gate: str | None) -> list[str]
     return found
 
 
-def _spec_refusals(view: Any, gate: str | None) -> list[str]:
+def _spec_refusals(view: Any, architectures: list[str]) -> list[str]:
     """What of speculative decoding is not proven."""
     if not view.enable_linear_replayssm_spec:
         if view.speculative_algorithm:
@@ -324,8 +331,12 @@ def _spec_refusals(view: Any, gate: str | None) -> list[str]:
         value = getattr(view, field)
         if value is not None and test(value):
             found.append(f"{SPEC_FLAG} is not proven with {what} yet: {change}, or drop {SPEC_FLAG}.")
-    if gate == "kda":
-        found.append(f"{SPEC_FLAG} is not proven with Kimi Delta Attention yet: drop {SPEC_FLAG}.")
+    for architecture in architectures:
+        if architecture in _WITHOUT_DRAFTS:
+            found.append(
+                f"{SPEC_FLAG} has nothing to verify with {architecture}: {_WITHOUT_DRAFTS[architecture]}. "
+                f"Drop {SPEC_FLAG}."
+            )
     for variable, proven, what in _SPEC_ENVIRONMENT:
         if os.environ.get(variable, proven[0]).lower() not in proven:
             found.append(f"{SPEC_FLAG} is not proven with {what} yet: set {variable}={proven[0]}, or drop {SPEC_FLAG}.")

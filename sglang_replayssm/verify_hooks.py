@@ -86,7 +86,7 @@ def forward(
     b: torch.Tensor,
     **unused: Any,
 ) -> torch.Tensor:
-    """One linear layer of a verify step: output [1, tokens, HV, V].
+    """One linear layer of a verify step: output [1, tokens, HV, V]. KDA's a and b may carry a leading 1.
 
     The convolution is SGLang's, and leaves a window per draft for the rollback.
     """
@@ -98,6 +98,8 @@ def forward(
     slots = backend.forward_metadata.mamba_cache_indices[:entries]
     cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     conv, windows = cache.conv[0], cache.intermediate_conv_window[0]
+    if ring.ring.shape.gate == "kda":  # its windows lie as [kernel - 1, dim], the kernel wants the dim first
+        conv, windows = conv.transpose(-1, -2), windows.transpose(-1, -2)
     convolved = causal_conv1d_update(
         mixed_qkv.view(entries, width, -1).transpose(1, 2),
         conv,

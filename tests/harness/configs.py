@@ -186,6 +186,27 @@ CONFIGS |= {
     "ling-on-len-64": _kda("ling-v3", *CHUNKS, *PRECISE, "--linear-replayssm-cache-len", "64"),
 }
 
+
+def _ling_drafts(*args: str, model: str = "ling-v3-mtp", plugin: bool = True, **env: str) -> Config:
+    return dataclasses.replace(_drafts(*PRECISE, *args, plugin=plugin, **env), model=model)
+
+
+CONFIGS |= {
+    "ling-drafts-off": Config("ling-v3-mtp", (*LATENT, *DRAFTS[2:4], *EXTRA_BUFFER, *PRECISE, *PRECISE_STATE)),
+    "ling-drafts-plain": _ling_drafts(*EXTRA_BUFFER, plugin=False),
+    "ling-drafts-on": _ling_drafts(*EXTRA_BUFFER),
+    "ling-drafts-on-len-4": _ling_drafts(*EXTRA_BUFFER, "--linear-replayssm-cache-len", "4"),
+    "ling-drafts-on-no-buffer": _ling_drafts(*NO_BUFFER, *REPLAY),
+    "ling-drafts-on-boundaries": _ling_drafts(*EXTRA_BUFFER, *REPLAY, **BOUNDARIES),
+    "ling-drafts-on-retract": _ling_drafts(
+        *EXTRA_BUFFER, *RETRACT, SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8"
+    ),
+    "ling-drafts-on-eagle": dataclasses.replace(
+        _ling_drafts(*EXTRA_BUFFER, "--speculative-algorithm", "EAGLE"), draft="eagle-draft"
+    ),
+    "ling-drafts-on-unbounded": _ling_drafts(*EXTRA_BUFFER, model="ling-v3-mtp-unbounded"),
+}
+
 # Two ranks. On a CPU each gets a core of its own.
 TWO_RANKS = ("--tp-size", "2")
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}

@@ -43,7 +43,7 @@ def config(name: str, vocabulary: int) -> dict[str, Any]:
     """The config.json of a tiny model (tiny.KIMI): three layers with KDA, one with full attention.
 
     kimi-linear has unbounded gates, kimi-linear-bf16 is the same for a server in bfloat16, kimi-linear-moe has experts;
-    ling-v3 is Bailing's Ling V3, which has Kimi's layers with a bounded gate.
+    ling-v3 is Bailing's Ling V3, which has Kimi's layers with a bounded gate; with `mtp` it has a layer that drafts.
     """
     body = dict(
         vocab_size=vocabulary,
@@ -68,7 +68,9 @@ def config(name: str, vocabulary: int) -> dict[str, Any]:
         first_k_dense_replace=4,
         num_nextn_predict_layers=0,
     )
-    if name == "ling-v3":
+    if name.startswith("ling-v3"):
+        bounded = not name.endswith("-unbounded")
+        body["num_nextn_predict_layers"] = int("-mtp" in name)
         return body | dict(
             architectures=["BailingMoeV3ForCausalLM"],
             model_type="bailing_hybrid",
@@ -79,8 +81,8 @@ def config(name: str, vocabulary: int) -> dict[str, Any]:
             layer_group_size=4,
             short_conv_kernel_size=4,
             no_kda_lora=True,
-            kda_safe_gate=True,
-            kda_lower_bound=-5.0,
+            kda_safe_gate=bounded,
+            kda_lower_bound=-5.0 if bounded else None,
             num_experts=1,
             num_shared_experts=0,
         )
@@ -116,7 +118,36 @@ def weights(config: dict[str, Any]) -> dict[str, Tensor]:
     """Deterministic weights by their published names, scaled so that activations stay near 1."""
     random = torch.Generator().manual_seed(SEED)
     sizes = Sizes.of(config)
-    return {name: _draw(name, shape, random, sizes.lower_bound is not None) for name, shape in _parameters(sizes)}
+    drawn = {name: _draw(name, shape, random, sizes.lower_bound is not None) for name, shape in _parameters(sizes)}
+    if config["num_nextn_predict_layers"]:
+        _add_drafts(drawn, sizes)
+    return drawn
+
+
+FOLLOWS, EMBEDDING = 6.0, 2.0
+"""As in tiny.py: how strongly the head prefers one successor of a token, and how clearly it sees that token."""
+
+
+def _add_drafts(drawn: dict[str, Tensor], sizes: Sizes) -> None:
+    """Adds the layer for multi-token prediction, whose guesses are right now and then: as the one of tiny.py."""
+    random = torch.Generator().manual_seed(SEED + 1)
+    layers = len(sizes.delta_layers)
+    full, drafts = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    for name in [name for name in drawn if name.startswith(full)]:
+        value = drawn[name]
+        noise = torch.randn(value.shape, generator=random) * 0.1
+        drawn[name.replace(full, drafts)] = noise.half() if value.dim() > 1 else value.clone()
+    table = f"model.{sizes.embedding}.weight"
+    embedding = drawn[table].float()
+    drawn[table] = (EMBEDDING * embedding).half()
+    successor = embedding[torch.randperm(sizes.vocabulary, generator=random)]
+    head = FOLLOWS * successor + torch.randn(successor.shape, generator=random)
+    drawn["lm_head.weight"] = (head * 1.6 / math.sqrt(sizes.hidden)).half()
+    drawn[drafts + "final_layernorm.weight"] = drawn["model.norm.weight"].clone()
+    for part in ("enorm", "hnorm"):
+        drawn[f"{drafts}{part}.weight"] = torch.ones(sizes.hidden).half()
+    both = [2 * torch.eye(sizes.hidden), 0.1 * torch.randn(sizes.hidden, sizes.hidden, generator=random)]
+    drawn[drafts + "eh_proj.weight"] = torch.cat(both, 1).half()
 
 
 def _draw(name: str, shape: tuple[int, ...], random: torch.Generator, bounded: bool) -> Tensor:

@@ -29,13 +29,14 @@ DEFAULT_CACHE = Path(__file__).resolve().parents[2] / ".cache" / "tiny"
 VOCABULARY = 320
 """Token ids a prompt may use are 2 to 257 (bytes); 0 and 1 are special, the rest pad the table."""
 
-KIMI = ("kimi-linear", "kimi-linear-bf16", "kimi-linear-moe", "ling-v3")
+LING = ("ling-v3", "ling-v3-mtp", "ling-v3-mtp-unbounded")
+KIMI = ("kimi-linear", "kimi-linear-bf16", "kimi-linear-moe", *LING)
 NAMES = ("qwen3-next", "qwen3-next-deep", "qwen3-next-tp", "qwen3-next-mtp", "qwen3.5", *KIMI)
 """`deep`, `mtp` and those with Kimi Delta Attention have 3 linear layers and 1 full one, as the real models' period;
 the others 1 and 1, for speed. `tp` has heads for two ranks, `mtp` a layer that drafts (multi-token prediction).
 """
 DRAFT = "eagle-draft"
-"""Drafts for `mtp`, with the target's embedding and head (EAGLE); no model of its own."""
+"""Drafts for a model with `mtp`, with the target's embedding and head (EAGLE); no model of its own."""
 
 WEIGHT_STD, EMBEDDING_STD, CONV_STD = 0.2, 1.0, 0.5
 """Standard deviations that keep activations near 1 through the layers, so that logits differ clearly."""

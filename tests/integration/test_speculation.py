@@ -1,4 +1,6 @@
-"""Ring spec-verify on a real server whose model drafts for itself: scenarios 9, 10, 11 and 21 as far as a CPU can.
+"""Ring spec-verify on real servers whose models draft for themselves: scenarios 9, 10, 11 and 21 as far as a CPU can.
+
+Gated DeltaNet and Kimi Delta Attention (Ling V3, whose gate is bounded or not by its configuration).
 
 Greedy answers with drafts are those without; what was accepted, what a hit gives and where snapshots stand likewise.
 SGLang counts slots and tokens when it is idle and ends if any are lost, so a server that answers has lost none.
@@ -12,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from sglang_replayssm import explain
+from tests.harness import host
 from tests.harness.events import Events
 from tests.harness.judge import ON_OFF, Exchange, ask, ask_all, follow_transformers, recorded, same_answers
 from tests.harness.pool import ServerPool, on
@@ -184,3 +188,101 @@ def test_a_bf16_state(server: Server) -> None:
     """Scenario 11: bf16 activations and states, whose rounding a fold adds once per window."""
     exchange = ask(server, prompt(50, seed=50), 40)
     follow_transformers(server, [exchange], bound=0.6)
+
+
+# -- Kimi Delta Attention ---------------------------------------------------------------------------------------------
+
+# a hit on a decoded state moves a log-probability of these models farther from a cold prefill's than of the others,
+# as it does without drafts (test_kda.py)
+DECODED_STATE = 0.02
+on_kda = pytest.mark.parametrize(
+    "server",
+    ["ling-drafts-on", "ling-drafts-on-len-4", "ling-drafts-on-unbounded", "ling-drafts-on-eagle"],
+    indirect=True,
+)
+
+
+def kda_turns(server: Server) -> list[Exchange]:
+    """As `next_turns`."""
+    first = ask(server, prompt(50, seed=50), 24)
+    warm = ask(server, first.tokens[:-1] + prompt(5, seed=51), 8)
+    assert [first.hit, warm.hit] == [0, 64]
+    return [first, warm, cold_again(server, warm, DECODED_STATE)]
+
+
+def kda_everything(server: Server) -> list[Exchange]:
+    turns = kda_turns(server)
+    server.flush()
+    return [*turns, *several(server)]
+
+
+@pytest.fixture
+def kda_off(server_pool: ServerPool) -> list[Exchange]:
+    """Answers without drafts. Named before `server`, which it may have to end."""
+    return recorded(server_pool, "ling-drafts-off", kda_everything)
+
+
+@pytest.mark.long
+@on_kda
+def test_drafts_change_nothing_with_kda(server: Server) -> None:
+    """Every token is the reference's own, through folds, a snapshot and a hit on it, with either gate."""
+    events = Events()
+    exchanges = kda_turns(server)
+    follow_transformers(server, exchanges)
+    accepted = acceptance(exchanges[0])
+    assert sum(count > 0 for count in accepted) >= 2, f"too few ways to accept: {accepted}"
+    steps = events.of("verify")
+    assert not events.of("decode") and len(steps) >= sum(accepted)
+    assert any(event.folds for event in steps), "no fold was due"
+    assert 64 in [at for at, _ in events.snapshots()]
+    (state,) = server.server_info()["internal_states"]
+    explained, _ = explain.read(server.model, [*host.server_args(), *server.args])
+    assert state["replayssm"]["gate"] == "kda" and state["replayssm"]["verify_width"] == WIDTH
+    assert state["replayssm"]["ring_bytes"] == 5 * explained.shape.bytes_per_row()
+
+
+@pytest.mark.long
+@on("ling-drafts-on", "ling-drafts-on-len-4")
+def test_the_answers_are_those_without_drafts_with_kda(kda_off: list[Exchange], server: Server) -> None:
+    same_answers(kda_off, kda_everything(server), ON_OFF)
+
+
+@pytest.mark.long
+def test_as_many_drafts_are_accepted_with_kda(server_pool: ServerPool) -> None:
+    """As by SGLang's recurrent verify with a state per draft."""
+    ours = recorded(server_pool, "ling-drafts-on", kda_everything)
+    plain = recorded(server_pool, "ling-drafts-plain", kda_everything)
+    for one, other in zip(ours, plain, strict=True):
+        assert one.answer.ids == other.answer.ids
+        assert acceptance(one) == acceptance(other)
+
+
+@pytest.mark.long
+@on("ling-drafts-on-unbounded")
+def test_a_long_answer_does_not_drift_with_kda(server: Server) -> None:
+    exchange = ask(server, prompt(30, seed=9), 110)
+    follow_transformers(server, [exchange])
+    warm = ask(server, exchange.tokens[:-1] + prompt(5, seed=10), 6)
+    assert warm.hit == 128
+    cold_again(server, warm, DECODED_STATE)
+
+
+@pytest.mark.long
+@on("ling-drafts-on-no-buffer", "ling-drafts-on-boundaries")
+def test_the_state_at_the_end_of_a_request_is_reused_with_kda(server: Server) -> None:
+    hits = 0
+    for length, out in ((50, 12), (71, 13), (90, 14)):
+        first = ask(server, prompt(length, seed=length), out)
+        warm = ask(server, first.tokens + prompt(5, seed=1), 6)
+        hits += warm.hit == length + out - 1
+        follow_transformers(server, [first, warm])
+        cold_again(server, warm, DECODED_STATE)
+    assert hits, "no request's last step ended with its last token"
+
+
+@pytest.mark.long
+@on("ling-drafts-on-retract")
+def test_retraction_between_verify_steps_with_kda(server: Server) -> None:
+    together = ask_all(server, [prompt(n, seed=n) for n in (60, 75)], 40)
+    assert "retract" in server.log_text().lower()
+    follow_transformers(server, together)

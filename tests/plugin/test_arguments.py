@@ -11,6 +11,7 @@ import torch
 
 from sglang_replayssm import arguments
 from sglang_replayssm.arguments import FLAG, SPEC_FLAG
+from tests.harness import tiny
 from tests.plugin import launch
 
 # field of the refusal table -> a command line that reaches it, and what the sentence must tell the user to change
@@ -214,10 +215,10 @@ def test_spec_refuses_variables_of_unproven_ways(
     assert {name for name, *_ in arguments._SPEC_ENVIRONMENT} >= {variable}
     view = launch.parse(SPEC_FLAG, *NEXTN)
     monkeypatch.setenv(variable, value)
-    (sentence,) = arguments._spec_refusals(view, "gdn")
+    (sentence,) = arguments._spec_refusals(view, ["Qwen3NextForCausalLM"])
     assert f"set {variable}={proven}" in sentence
     monkeypatch.setenv(variable, proven)
-    assert not arguments._spec_refusals(view, "gdn")
+    assert not arguments._spec_refusals(view, ["Qwen3NextForCausalLM"])
 
 
 def test_spec_without_speculation_is_refused() -> None:
@@ -225,9 +226,28 @@ def test_spec_without_speculation_is_refused() -> None:
         launch.resolve(SPEC_FLAG)
 
 
-def test_spec_is_refused_for_kda() -> None:
-    with pytest.raises(ValueError, match="not proven with Kimi Delta Attention yet: drop --enable-linear-replayssm-s"):
-        launch.resolve(SPEC_FLAG, *NEXTN, model="kimi-linear")
+@pytest.mark.parametrize("algorithm", ["NEXTN", "EAGLE"])
+def test_spec_is_refused_where_no_draft_works(algorithm: str) -> None:
+    """The reason is SGLang's: once its class has what is named, or another draft is proven, the refusal goes."""
+    from sglang.srt.models.kimi_linear import KimiLinearForCausalLM
+
+    with pytest.raises(ValueError, match=r"nothing to verify with KimiLinearForCausalLM: .* Drop --enable-linear-rep"):
+        launch.resolve(
+            *(SPEC_FLAG, "--attention-backend", "triton", "--speculative-algorithm", algorithm),
+            *("--linear-attn-verify-backend", "triton"),
+            model="kimi-linear",
+        )
+    assert not hasattr(KimiLinearForCausalLM, "get_embed_and_head")
+
+
+@pytest.mark.parametrize("model", [name for name in tiny.LING if "mtp" in name])
+def test_spec_takes_kda_of_either_gate(model: str) -> None:
+    """Of models that draft for themselves; T is the one that SGLang then takes."""
+    server_args = launch.publish(launch.parse(SPEC_FLAG, *NEXTN, model=model))
+    assert launch.resolved(server_args, "enable_linear_replayssm_spec") is False
+    assert launch.resolved(server_args, "mamba_ssm_dtype") == "float32"
+    assert arguments.step_width() == launch.resolved(server_args, "speculative_num_draft_tokens")
+    assert arguments.planned_width(server_args) == arguments.step_width()
 
 
 @pytest.mark.parametrize("argv", SPEC_ACCEPTED)

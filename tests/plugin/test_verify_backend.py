@@ -1,25 +1,38 @@
 """SGLang's real backend in verify steps with the ring, next to the same backend of a plain launch with its snapshots.
 
-The oracle is SGLang's recurrent verify with a state per draft: outputs of all drafts, conv windows, committed states
-and track slots have to agree, eagerly and through the static buffers of a CUDA graph, with plain decode in between.
+For Gated DeltaNet and Kimi Delta Attention. The oracle is SGLang's recurrent verify with a state per draft: outputs of
+all drafts, conv windows, committed states and track slots have to agree, eagerly and through the static buffers of a
+CUDA graph, with plain decode in between.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from replayssm_kernels import reference
+from sglang_replayssm import arguments
 from sglang_replayssm.arguments import FLAG, SPEC_FLAG
 from sglang_replayssm.prefix_states import PrefixStates
 from sglang_replayssm.request_ring import ring_of
 from tests.plugin import launch
 from tests.plugin.launch import DEVICE
-from tests.plugin.test_backend import GDN as MODEL
-from tests.plugin.test_backend import OUTPUT_BOUND, STATE_BOUND, ints, make_backend, make_layers
+from tests.plugin.test_backend import (
+    BOUNDED_KDA,
+    GDN,
+    KDA,
+    MODELS,
+    OUTPUT_BOUND,
+    STATE_BOUND,
+    Model,
+    ints,
+    make_backend,
+    make_layers,
+)
 
 WIDTH, CACHE_LEN = 3, 4
 
@@ -27,17 +40,19 @@ WIDTH, CACHE_LEN = 3, 4
 class Shard:
     """Pool, backend and linear layers of one launch with speculative decoding, all of them SGLang's."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, model: Model = GDN) -> None:
         from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 
         extra = (*flags, "--linear-replayssm-cache-len", str(CACHE_LEN), "--mamba-ssm-dtype", "float32")
         cache = ("--max-running-requests", "4", "--mamba-radix-cache-strategy", "extra_buffer")
-        self.server_args = launch.publish(launch.parse(*launch.drafts(WIDTH), *extra, *cache, model=MODEL.name))
-        self.layers = make_layers(MODEL)
+        cache = (*cache, "--linear-attn-verify-backend", "triton")  # SGLang has one for Blackwell in mind for Kimi
+        with mock.patch.object(arguments, "_WITHOUT_DRAFTS", {}):  # of Kimi-Linear; these drafts are the test's own
+            self.server_args = launch.publish(launch.parse(*launch.drafts(WIDTH), *extra, *cache, model=model.name))
+        self.layers = make_layers(model)
         configurator = launch.configurator(self.server_args, layers=self.layers)
         configurator._handle_max_mamba_cache(0.25)
         self.pool = configurator._build_hybrid_req_pool(max_num_reqs=4, extra_max_context_len=4)
-        self.backend = make_backend(self.pool, self.server_args, MODEL)
+        self.backend = make_backend(self.pool, self.server_args, model)
         self.hybrid = object.__new__(HybridLinearAttnBackend)
         self.hybrid.linear_attn_backend = self.backend
         self.ring = ring_of(self.pool)
@@ -67,11 +82,12 @@ class Shard:
 class Pair:
     """A plain launch and one with the ring, holding the same requests in the same rows and slots."""
 
-    def __init__(self, lens: list[int]) -> None:
+    def __init__(self, lens: list[int], model: Model = GDN) -> None:
         from sglang.srt.managers.schedule_batch import ReqKvInfo
 
         self.random = torch.Generator().manual_seed(3)
-        self.plain, self.ours = Shard(), Shard(SPEC_FLAG)
+        self.model = model
+        self.plain, self.ours = Shard(model=model), Shard(SPEC_FLAG, model=model)
         self.shards = (self.plain, self.ours)
         self.lens = list(lens)
         for shard in self.shards:
@@ -109,9 +125,13 @@ class Pair:
         def half(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=self.random).to(DEVICE, torch.float16)
 
-        width, gate = MODEL.width, MODEL.gate_width
-        # SGLang's prefill and decode, and the ring, round beta to the dtype of b, its verify kernel does not: fp32 here
-        return [(half(tokens, width), half(tokens, gate), half(tokens, 2).float()) for _ in self.plain.layers]
+        model = self.model
+        # SGLang's prefill and decode of Gated DeltaNet, and the ring, round beta to the dtype of b, its verify kernel
+        # does not: fp32 here
+        return [
+            (half(tokens, model.width), half(tokens, model.gate_width), half(tokens, 2).float())
+            for _ in self.plain.layers
+        ]
 
     def verify(self, accepted: list[int], boundaries: dict[int, int] | None = None) -> None:
         """One eager verify step; `boundaries`: by request, the accepted token (from 1) at which one lies."""
@@ -169,19 +189,22 @@ STEPS = (
     ([3, 1, 1], {}),
     ([2, 3, 3], {0: 2, 1: 3, 2: 1}),
 )
+by_model = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 
 
-def test_eager_verify_equals_plain_sglang() -> None:
+@by_model
+def test_eager_verify_equals_plain_sglang(model: Model) -> None:
     """Acceptances of every length, past several folds, with track boundaries anywhere in the accepted runs."""
-    pair = Pair([7, 20, 3])
+    pair = Pair([7, 20, 3], model)
     for accepted, boundaries in STEPS:
         pair.verify(accepted, boundaries)
     pair.finish()
 
 
-def test_verify_and_decode_take_turns() -> None:
+@by_model
+def test_verify_and_decode_take_turns(model: Model) -> None:
     """One cursor rule for both: a server may stop to draft at any step."""
-    pair = Pair([7, 20, 3])
+    pair = Pair([7, 20, 3], model)
     for accepted, boundaries in STEPS[:3]:
         pair.verify(accepted, boundaries)
         pair.decode()
@@ -227,10 +250,14 @@ class Graph:
         return self.shard.layers_of(static, self.inputs)
 
 
-@pytest.mark.parametrize("padding", [pytest.param(0, marks=pytest.mark.long), 2], ids=["full", "padded"])
-def test_graph_replay_equals_plain_sglang(padding: int) -> None:
+@pytest.mark.parametrize(
+    "padding,model",
+    [pytest.param(0, GDN, marks=pytest.mark.long), (2, GDN), (2, KDA), (1, BOUNDED_KDA)],
+    ids=["full", "padded", "padded KDA", "padded bounded KDA"],
+)
+def test_graph_replay_equals_plain_sglang(padding: int, model: Model) -> None:
     """Scenario 9 for verify: padded entries give zeros and touch nothing, a capture computes nothing."""
-    pair = Pair([5, 11])
+    pair = Pair([5, 11], model)
     size = 2 + padding
     graphs = [Graph(shard, size, pair.inputs(size * WIDTH)) for shard in pair.shards]
     assert not any(output.any() for output in graphs[1].outputs), "a capture computes nothing"
@@ -252,8 +279,9 @@ def test_graph_replay_equals_plain_sglang(padding: int) -> None:
     pair.finish()
 
 
-def test_a_capture_over_live_rows_moves_nothing() -> None:
-    pair = Pair([5, 11, 8])
+@pytest.mark.parametrize("model", [GDN, KDA], ids=lambda model: model.name)
+def test_a_capture_over_live_rows_moves_nothing(model: Model) -> None:
+    pair = Pair([5, 11, 8], model)
     pair.verify([2, 3, 1])
     ring = pair.ours.ring
     tensors = (ring.ring.u, ring.ring.k, ring.ring.g, ring.ring.checkpoint, ring.ring.faults, ring.state)
@@ -271,9 +299,10 @@ def test_a_capture_over_live_rows_moves_nothing() -> None:
 # -- the pool ---------------------------------------------------------------------------------------------------------
 
 
-def test_no_state_per_draft_is_allocated() -> None:
+@pytest.mark.parametrize("model", [GDN, KDA], ids=lambda model: model.name)
+def test_no_state_per_draft_is_allocated(model: Model) -> None:
     """The conv windows are SGLang's to the byte, and the pool's own account of its memory is right."""
-    plain, ours = Shard(), Shard(SPEC_FLAG, FLAG)
+    plain, ours = Shard(model=model), Shard(SPEC_FLAG, FLAG, model=model)
     snapshots = plain.cache.intermediate_ssm
     assert snapshots.shape[2] == WIDTH
     assert ours.cache.intermediate_ssm is None

@@ -34,6 +34,8 @@ HINTS = "replayssm_boundaries"
 MOST_HINTS = 64
 MOST_STATES = 8
 """States of one extend, hinted ones or others. Its linear layers repeat up to a sixth of its tokens for each."""
+TRIED = 32
+"""States of a kind that are stored before it can be found to be of no use."""
 KINDS = ("branch", "hint", "joint", "tail", "stride", "end", "finish")
 EVENTS = ("taken", "hit", "evicted")
 """What becomes of states at boundaries, as `StateLedger` counts it: stored, started from (every time), gone."""
@@ -305,7 +307,7 @@ class StateLedger:
         tally = self.tallies[kind]
         if kind in ("end", "finish") and 4 * free >= slots:
             return True
-        if tally.stored < 16 or tally.used >= self.policy.worth * tally.stored:
+        if tally.stored < TRIED or tally.used >= self.policy.worth * tally.stored:
             return True
         tally.refused += 1
         return tally.refused % 8 == 0

@@ -196,7 +196,7 @@ def test_small_models_on_real_servers(tmp_path, name):
     # Plain SGLang itself: noise of a quarter up to 0.003 with GDN, 0.12 with KDA (float16)
     noise = max(quarter["noise"] for quarter in data["quartiles"]["plain"])
     for plain, plugin in zip(data["quartiles"]["plain"], data["quartiles"]["plugin"], strict=True):
-        assert plugin["noise"] < 0.02 + 1.5 * noise and abs(plugin["drift"]) < 0.01 + 1.5 * noise
+        assert plugin["noise"] < 0.02 + 2 * noise and abs(plugin["drift"]) < 0.01 + 2 * noise
         assert plugin["recall_tokens"] >= plain["recall_tokens"]
         assert plugin["agreement_tokens"] > 0.8
     for quarters in data["quartiles"].values():  # five sampled tokens each: only together do they say something

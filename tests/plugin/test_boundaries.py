@@ -10,6 +10,7 @@ from sglang_replayssm.boundaries import (
     HINTS,
     MOST_HINTS,
     MOST_STATES,
+    TRIED,
     BoundaryPolicy,
     StateLedger,
     TextHistory,
@@ -270,15 +271,15 @@ def test_the_ledger_never_costs_a_used_state_while_an_unused_one_is_left(seed: i
 
 def test_a_kind_that_nobody_uses_is_kept_seldom() -> None:
     ledger = StateLedger(BoundaryPolicy(worth=0.1))
-    for number in range(16):
+    for number in range(TRIED):
         assert ledger.worth("finish", slots=100, free=0)
         ledger.stored(number, "finish")
     assert [ledger.worth("finish", slots=100, free=24) for _ in range(8)] == [False] * 7 + [True]
     assert ledger.worth("finish", slots=100, free=25), "room enough"
-    for number in range(16):
-        ledger.stored(100 + number, "tail")
+    for number in range(TRIED):
+        ledger.stored(TRIED + number, "tail")
     assert not ledger.worth("tail", slots=100, free=100), "room does not pay for a prefill's time"
-    for number in range(2):
+    for number in range(TRIED // 8):
         ledger.used(number, lambda: None)
     assert ledger.worth("finish", slots=100, free=0)
 

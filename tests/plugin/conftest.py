@@ -40,6 +40,9 @@ def isolated(plugins: None) -> Iterator[None]:
     from sglang.srt import runtime_context
 
     environment, context = dict(os.environ), runtime_context.snapshot_context()
+    # SGLang's `override` writes into the dict that the snapshot holds, and leaves a copy behind.
+    parallel = runtime_context.get_parallel()
+    parallel._overrides = dict(parallel._overrides)
     yield
     runtime_context.restore_context(context)
     os.environ.clear()

@@ -44,12 +44,6 @@ tokens may take two of them.)"""
 FEW = 2048
 """Tokens of a forward up to which it waits for its launches rather than for the GPU, about."""
 
-ROUND, ROUND_OF_FEW = 1024, 4096
-"""Tokens that the linear layers compute in about the time of one more round: of a forward of many tokens, of few.
-
-On an H200, 48 GDN layers of the 27B shape: a round is 25 ms of launches, or 3.5 ms on the GPU; a token 6.6 us.
-"""
-
 
 @dataclass(frozen=True)
 class Pause:
@@ -103,6 +97,17 @@ class SplitExtend:
     written: Callable[[], None]
 
 
+def round_cost(device: str, tokens: int) -> int:
+    """Tokens that the linear layers compute in about the time of one more round, in a forward of so many tokens.
+
+    On an H200, 48 GDN layers of the 27B shape: a round is 25 ms of launches, or 3.5 ms on the GPU; a token 6.6 us.
+    On a CPU Triton's interpreter takes its time by the token.
+    """
+    if device == "cpu":
+        return 16
+    return 4096 if tokens <= FEW else 1024
+
+
 def legs_of(points: Sequence[int], length: int, chunk: int, rounds: int) -> tuple[int, list[Leg]]:
     """How a row runs, in so many rounds at most, so that the state at each point can be left.
 
@@ -131,13 +136,13 @@ def legs_of(points: Sequence[int], length: int, chunk: int, rounds: int) -> tupl
     return best(0, 0, rounds)
 
 
-def cheapest(rows: Sequence[tuple[Sequence[int], int]], chunk: int) -> list[list[Leg]]:
+def cheapest(rows: Sequence[tuple[Sequence[int], int]], chunk: int, cost: int) -> list[list[Leg]]:
     """The legs of all rows of a forward: rounds, which all share, weighed against the tokens that branches repeat.
 
     Args:
         rows: points and length of each, see `legs_of`; a row without tokens has no legs.
+        cost: of a round, in tokens.
     """
-    cost = ROUND_OF_FEW if sum(length for _, length in rows) <= FEW else ROUND
     options = []
     for rounds in range(1, MOST_ROUNDS + 1):
         found = [legs_of(points, length, chunk, rounds) if length else (0, []) for points, length in rows]
@@ -192,7 +197,8 @@ def plan(
                 closing.append((row, tracked))
             else:
                 points[row] = sorted([*points[row], tracked], key=lambda pause: pause.at)
-    legs = cheapest([([pause.at for pause in points[row]], length) for row, length in enumerate(lengths)], chunk)
+    rows = [([pause.at for pause in points[row]], length) for row, length in enumerate(lengths)]
+    legs = cheapest(rows, chunk, round_cost(own.device.type, sum(lengths)))
     starts = [sum(lengths[:row]) for row in range(len(lengths))]
     split = {row for row, found in points.items() if found}
     steps: list[Round | Copy] = []

@@ -16,7 +16,6 @@ import torch
 from replayssm_kernels import reference
 from sglang_replayssm import split_extend
 from sglang_replayssm.prefix_states import Boundary, PrefixStates, states_of
-from sglang_replayssm.split_extend import ROUND_OF_FEW
 from tests.plugin.launch import DEVICE
 from tests.plugin.test_backend import BOUNDED_KDA, GDN, KDA, Model, Shard, ints
 
@@ -155,10 +154,10 @@ def check_against_shorter_prefills(prefill: Prefill, points: dict[int, list[int]
             assert same(tracked_of_split[row], alone(row, length // CHUNK * CHUNK))
 
 
-@pytest.fixture(params=[1, ROUND_OF_FEW], ids=["many rounds", "one round"])
+@pytest.fixture(params=[1, 4096], ids=["many rounds", "one round"])
 def cost_of_a_round(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are so dear that requests never pause for rows this short, or so cheap that they do wherever they can."""
-    monkeypatch.setattr(split_extend, "ROUND_OF_FEW", request.param)
+    monkeypatch.setattr(split_extend, "round_cost", lambda *_: request.param)
 
 
 @pytest.mark.usefixtures("cost_of_a_round")
@@ -233,7 +232,7 @@ def test_every_round_of_a_forward_keeps_its_chunk_table() -> None:
     """SGLang's kernels remember a few; with one more round every layer would wait for the device."""
     from sglang.kernels.ops.attention.fla.index import prepare_chunk_indices
 
-    rounds = len(split_extend.cheapest([(list(range(1000, 50_000, 5000)), 50_000)], CHUNK)[0])
+    rounds = len(split_extend.cheapest([(list(range(1000, 50_000, 5000)), 50_000)], CHUNK, 1)[0])
     assert rounds == split_extend.MOST_ROUNDS
     lengths = [(ints([0, 64 + n]), chunk) for n in range(rounds) for chunk in ((CHUNK, 16) if n == 0 else (CHUNK,))]
     tables = [prepare_chunk_indices(*each) for each in lengths]
@@ -255,13 +254,17 @@ def test_every_round_of_a_forward_keeps_its_chunk_table() -> None:
 )
 def test_legs(points: list[int], length: int, legs: list[tuple[int, int, int]]) -> None:
     """(first token, end token, branches) of each round that a row alone takes part in."""
-    (found,) = split_extend.cheapest([(points, length)], CHUNK)
+    (found,) = split_extend.cheapest([(points, length)], CHUNK, split_extend.round_cost("cuda", length))
     assert [(leg.first, leg.end, len(leg.branches)) for leg in found] == legs
     assert [which for leg in found for which in leg.branches] == list(range(len(points)))
 
 
 def test_rounds_are_weighed_for_the_whole_forward() -> None:
     """One short extend runs in one round; a dozen of them repeat more tokens than two more rounds cost."""
-    row = ([200, 400, 600], 700)
-    assert [len(legs) for legs in split_extend.cheapest([row], CHUNK)] == [1]
-    assert [len(legs) for legs in split_extend.cheapest([row] * 12, CHUNK)] == [3] * 12
+
+    def rounds(rows: int) -> list[int]:
+        cost = split_extend.round_cost("cuda", 700 * rows)
+        return [len(legs) for legs in split_extend.cheapest([([200, 400, 600], 700)] * rows, CHUNK, cost)]
+
+    assert rounds(1) == [1]
+    assert rounds(12) == [3] * 12

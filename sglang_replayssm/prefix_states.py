@@ -24,7 +24,7 @@ import torch
 
 from sglang_replayssm import arguments, split_extend
 from sglang_replayssm.boundaries import BoundaryPolicy, StateLedger, TextHistory, parse_hints
-from sglang_replayssm.split_extend import Pause, SplitExtend
+from sglang_replayssm.split_extend import Point, SplitExtend
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -181,25 +181,25 @@ class PrefixStates:
             return None
         from sglang.srt.runtime_context import mamba_cache_chunk_size
 
-        pauses: dict[int, list[Pause]] = {}
+        points: dict[int, list[Point]] = {}
         taken: list[Boundary] = []
         for number, row in enumerate(batch.req_pool_indices_cpu.tolist()):
             start, length = int(batch.extend_prefix_lens_cpu[number]), int(batch.extend_seq_lens_cpu[number])
             mine = [b for b in self._by_row.get(row, ()) if start < b.at < start + length]
             if mine:
-                pauses[number] = [Pause(b.at - start, b.slot) for b in mine]
+                points[number] = [Point(b.at - start, b.slot) for b in mine]
                 taken += mine
-        if not pauses:
+        if not points:
             return None
 
         def written() -> None:
             for boundary in taken:
                 boundary.written = True
 
-        steps = split_extend.plan(backend, batch, pauses, mamba_cache_chunk_size(), init_metadata)
+        steps = split_extend.plan(backend, batch, points, mamba_cache_chunk_size(), init_metadata)
         # Slots come from the stream that prepared the batch: their memory must last until this one has read it.
         self._recent.append([boundary.slot for boundary in taken])
-        return SplitExtend(steps, sum(batch.extend_seq_lens_cpu), self._last_layer_id, written)
+        return SplitExtend(steps, self._last_layer_id, written)
 
     def end_forward(self, batch: ForwardBatch) -> None:
         """After any forward: the extends of its rows have run."""

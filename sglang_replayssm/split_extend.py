@@ -3,7 +3,7 @@
 A linear layer's extend takes a batch of sequences, each continuing the state in its slot. To leave states at token
 counts p1 < p2 < ... inside a request's extend, one layer's extend runs in rounds inside the same forward. The request
 itself pauses at a multiple of SGLang's chunk length at or before the first of them; its slot (conv window and state)
-is copied to those of the boundaries, and in the next round each boundary is a sequence of its own, a *branch*, beside
+is copied to those of the boundaries, and in the next round each boundary is a sequence of its own, a *spur*, beside
 the rest of the request. So two rounds do for any number of boundaries that lie close together; where they lie far
 apart the request pauses again, see `cheapest`. There is no second pass over the model: projections, attention and
 experts run once over all tokens.
@@ -15,7 +15,7 @@ experts run once over all tokens.
                                        [---------------->                  the slot of p2
 
 SGLang's own prefill kernels compute every sequence, in the pool's dtype. They carry the state from chunk to chunk as
-a slot in fp32 holds it, and pauses lie between chunks: so what a branch leaves is, bit for bit, what a prefill leaves
+a slot in fp32 holds it, and pauses lie between chunks: so what a spur leaves is, bit for bit, what a prefill leaves
 that ends there, and the request's own outputs do not change.
 
 A row with boundaries has SGLang's own tracked state of this extend (for its prefix cache) taken the same way, as one
@@ -46,7 +46,7 @@ FEW = 2048
 
 
 @dataclass(frozen=True)
-class Pause:
+class Point:
     """`at`: tokens of the extend before it; `slot`: [1] where the state at that point goes, on the device."""
 
     at: int
@@ -55,11 +55,11 @@ class Pause:
 
 @dataclass(frozen=True)
 class Leg:
-    """Tokens `first` to `end` of a row's extend, and which of its pauses are branches that start at `first`."""
+    """Tokens `first` to `end` of a row's extend, and which of its points are spurs that start at `first`."""
 
     first: int
     end: int
-    branches: range
+    spurs: range
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Round:
         batch: the sequences of this round, requests first, each as a whole extend.
         metadata: the backend's metadata for it.
         tokens: [n] which tokens of the whole batch it takes.
-        kept: how many of them are the requests' own; the outputs of branches are not used.
+        kept: how many of them are the requests' own; the outputs of spurs are not used.
     """
 
     batch: ForwardBatch
@@ -92,7 +92,6 @@ class SplitExtend:
     """All steps of one forward's extends, in order, and what to call when its last layer has left every state."""
 
     steps: list[Round | Copy]
-    num_tokens: int
     last_layer_id: int
     written: Callable[[], None]
 
@@ -117,7 +116,7 @@ def legs_of(points: Sequence[int], length: int, chunk: int, rounds: int) -> tupl
         chunk: legs start at multiples of it.
 
     Returns:
-        The fewest tokens that branches repeat, and the legs.
+        The fewest tokens that spurs repeat, and the legs.
     """
 
     @functools.cache
@@ -137,7 +136,7 @@ def legs_of(points: Sequence[int], length: int, chunk: int, rounds: int) -> tupl
 
 
 def cheapest(rows: Sequence[tuple[Sequence[int], int]], chunk: int, cost: int) -> list[list[Leg]]:
-    """The legs of all rows of a forward: rounds, which all share, weighed against the tokens that branches repeat.
+    """The legs of all rows of a forward: rounds, which all share, weighed against the tokens that spurs repeat.
 
     Args:
         rows: points and length of each, see `legs_of`; a row without tokens has no legs.
@@ -151,12 +150,12 @@ def cheapest(rows: Sequence[tuple[Sequence[int], int]], chunk: int, cost: int) -
     return min(options, key=lambda option: option[0])[1]
 
 
-def tracked_pause(batch: ForwardBatch, row: int, chunk: int) -> Pause | None:
+def tracked_point(batch: ForwardBatch, row: int, chunk: int) -> Point | None:
     """Where SGLang wants its own state of this row's extend, or None."""
     if not batch.mamba_prefill_track_mask_cpu[row]:
         return None
     tokens = batch.mamba_track_seqlens_cpu[row] - batch.extend_prefix_lens_cpu[row]
-    return Pause(tokens // chunk * chunk, batch.mamba_track_indices[row : row + 1])
+    return Point(tokens // chunk * chunk, batch.mamba_track_indices[row : row + 1])
 
 
 def can_split(batch: ForwardBatch) -> bool:
@@ -174,30 +173,30 @@ def can_split(batch: ForwardBatch) -> bool:
 def plan(
     backend: Any,
     batch: ForwardBatch,
-    pauses: dict[int, list[Pause]],
+    wanted: dict[int, list[Point]],
     chunk: int,
     init_metadata: Callable[[ForwardBatch], None],
 ) -> list[Round | Copy]:
     """The steps of a batch.
 
     Args:
-        pauses: by row of the batch, ascending, inside its extend.
+        wanted: by row of the batch, ascending, inside its extend.
         chunk: tokens between the states that SGLang's tracking can name, a multiple of the kernels' chunks.
         init_metadata: sets `backend.forward_metadata` for a batch. What it is set to now stays.
     """
     lengths = [int(n) for n in batch.extend_seq_lens_cpu]
     whole = backend.forward_metadata
     own = whole.mamba_cache_indices
-    points: dict[int, list[Pause]] = {}
-    closing: list[tuple[int, Pause]] = []  # at a row's end, behind its last round
+    points: dict[int, list[Point]] = {}
+    closing: list[tuple[int, Point]] = []  # at a row's end, behind its last round
     for row, length in enumerate(lengths):
-        points[row] = list(pauses.get(row, ()))
-        if points[row] and (tracked := tracked_pause(batch, row, chunk)) is not None:
+        points[row] = list(wanted.get(row, ()))
+        if points[row] and (tracked := tracked_point(batch, row, chunk)) is not None:
             if tracked.at == length:
                 closing.append((row, tracked))
             else:
-                points[row] = sorted([*points[row], tracked], key=lambda pause: pause.at)
-    rows = [([pause.at for pause in points[row]], length) for row, length in enumerate(lengths)]
+                points[row] = sorted([*points[row], tracked], key=lambda point: point.at)
+    rows = [([point.at for point in points[row]], length) for row, length in enumerate(lengths)]
     legs = cheapest(rows, chunk, round_cost(own.device.type, sum(lengths)))
     starts = [sum(lengths[:row]) for row in range(len(lengths))]
     split = {row for row, found in points.items() if found}
@@ -205,18 +204,18 @@ def plan(
     try:
         for number in range(max(map(len, legs), default=0)):
             running = [(row, found[number]) for row, found in enumerate(legs) if number < len(found)]
-            branches = [(row, leg.first, points[row][which]) for row, leg in running for which in leg.branches]
-            if branches:
-                steps.append(_copy(batch, own, [(row, pause) for row, _, pause in branches]))
-            branches = [(row, first, pause) for row, first, pause in branches if pause.at > first]
+            spurs = [(row, leg.first, points[row][which]) for row, leg in running for which in leg.spurs]
+            if spurs:
+                steps.append(_copy(batch, own, [(row, point) for row, _, point in spurs]))
+            spurs = [(row, first, point) for row, first, point in spurs if point.at > first]
             sequences = [(row, leg.first, leg.end) for row, leg in running]
             kept = sum(end - first for _, first, end in sequences)
-            sequences += [(row, first, pause.at) for row, first, pause in branches]
+            sequences += [(row, first, point.at) for row, first, point in spurs]
             part = _part_of(batch, sequences, split)
             init_metadata(part)
             metadata = backend.forward_metadata
-            if branches:
-                slots = torch.cat([pause.slot for *_, pause in branches]).to(own.dtype)
+            if spurs:
+                slots = torch.cat([point.slot for *_, point in spurs]).to(own.dtype)
                 metadata.mamba_cache_indices = torch.cat([metadata.mamba_cache_indices[: len(running)], slots])
             tokens = torch.cat([torch.arange(starts[row] + first, starts[row] + end) for row, first, end in sequences])
             steps.append(Round(part, metadata, _to(batch, tokens), kept))
@@ -227,10 +226,10 @@ def plan(
     return steps
 
 
-def _copy(batch: ForwardBatch, own: torch.Tensor, destinations: Sequence[tuple[int, Pause]]) -> Copy:
-    """From the slots of rows to those of pauses."""
+def _copy(batch: ForwardBatch, own: torch.Tensor, destinations: Sequence[tuple[int, Point]]) -> Copy:
+    """From the slots of rows to those of points."""
     source = own[_to(batch, [row for row, _ in destinations])].to(torch.int64)
-    return Copy(source, torch.cat([pause.slot for _, pause in destinations]).to(torch.int64))
+    return Copy(source, torch.cat([point.slot for _, point in destinations]).to(torch.int64))
 
 
 def _to(batch: ForwardBatch, values: Sequence[Any] | torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -17,7 +17,7 @@ import pytest
 from sglang_replayssm import explain
 from tests.harness import host
 from tests.harness.events import Events
-from tests.harness.judge import ON_OFF, Exchange, ask, ask_all, follow_transformers, recorded, same_answers
+from tests.harness.judge import FP16, ON_OFF, Exchange, ask, ask_all, follow_transformers, recorded, same_answers
 from tests.harness.pool import ServerPool, on
 from tests.harness.reference import prompt
 from tests.harness.scenarios import cold_again
@@ -135,18 +135,22 @@ def test_a_stop_inside_an_accepted_run(server: Server) -> None:
         cold_again(server, warm)
 
 
-@pytest.mark.long
-@on("drafts-on-no-buffer", "drafts-on-boundaries")
-def test_the_state_at_the_end_of_a_request_is_reused(server: Server) -> None:
+def reuse_ends(server: Server, reference: float, cold: float) -> None:
     """The request's own slot, folded at its end, whose conv window stands at the last accepted token."""
     hits = 0
     for length, out in ((50, 12), (71, 13), (90, 14)):
         first = ask(server, prompt(length, seed=length), out)
         warm = ask(server, first.tokens + prompt(5, seed=1), 6)
         hits += warm.hit == length + out - 1
-        follow_transformers(server, [first, warm])
-        cold_again(server, warm, OFF_GRID)
+        follow_transformers(server, [first, warm], reference)
+        cold_again(server, warm, cold)
     assert hits, "no request's last step ended with its last token"
+
+
+@pytest.mark.long
+@on("drafts-on-no-buffer", "drafts-on-boundaries")
+def test_the_state_at_the_end_of_a_request_is_reused(server: Server) -> None:
+    reuse_ends(server, FP16, OFF_GRID)
 
 
 @pytest.mark.long
@@ -272,14 +276,7 @@ def test_a_long_answer_does_not_drift_with_kda(server: Server) -> None:
 @pytest.mark.long
 @on("ling-drafts-on-no-buffer", "ling-drafts-on-boundaries")
 def test_the_state_at_the_end_of_a_request_is_reused_with_kda(server: Server) -> None:
-    hits = 0
-    for length, out in ((50, 12), (71, 13), (90, 14)):
-        first = ask(server, prompt(length, seed=length), out)
-        warm = ask(server, first.tokens + prompt(5, seed=1), 6)
-        hits += warm.hit == length + out - 1
-        follow_transformers(server, [first, warm], KDA_REFERENCE)
-        cold_again(server, warm, DECODED_STATE)
-    assert hits, "no request's last step ended with its last token"
+    reuse_ends(server, KDA_REFERENCE, DECODED_STATE)
 
 
 @pytest.mark.long

@@ -141,7 +141,7 @@ MUTATIONS = (
         "req.kv.mamba_pool_idx = req.kv.mamba_ping_pong_track_buffer[keep].clone()",
         "pass",
     ),
-    Mutation("a pause copies nothing", "split_extend.run", "if part.source.numel():", "if False:"),
+    Mutation("a boundary gets no copy", "split_extend.run", "in (cache.conv[0], cache.temporal):", "in ():"),
     Mutation("no snapshot of a decode step", "hooks.track_decode", "ring.snapshot()", "pass", "SGLang's own states"),
     Mutation(
         "no conv window of a snapshot",

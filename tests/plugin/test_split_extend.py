@@ -253,10 +253,10 @@ def test_every_round_of_a_forward_keeps_its_chunk_table() -> None:
     ],
 )
 def test_legs(points: list[int], length: int, legs: list[tuple[int, int, int]]) -> None:
-    """(first token, end token, branches) of each round that a row alone takes part in."""
+    """(first token, end token, spurs) of each round that a row alone takes part in."""
     (found,) = split_extend.cheapest([(points, length)], CHUNK, split_extend.round_cost("cuda", length))
-    assert [(leg.first, leg.end, len(leg.branches)) for leg in found] == legs
-    assert [which for leg in found for which in leg.branches] == list(range(len(points)))
+    assert [(leg.first, leg.end, len(leg.spurs)) for leg in found] == legs
+    assert [which for leg in found for which in leg.spurs] == list(range(len(points)))
 
 
 def test_rounds_are_weighed_for_the_whole_forward() -> None:

@@ -192,13 +192,18 @@ def test_claiming_and_folding_rows_never_waits_either() -> None:
 
 
 def test_copies_to_and_from_the_host_are_ordered_with_the_folds() -> None:
-    """DESIGN invariant 9: forwards on a stream of their own, which is busy; copies on others, behind SGLang's fence."""
+    """DESIGN invariant 9: forwards on a stream of their own, which is busy; copies on others, behind SGLang's fence.
+
+    Compiling a kernel and loading it wait for the device. So the first pass may find the forwards done before anything
+    that it launched; in the second everything is loaded, and only a wait of the plugin's own could do that.
+    """
+    assert any(copies_beside_folds_while_busy() for _ in range(2)), "something waits for a busy forward stream"
+
+
+def copies_beside_folds_while_busy() -> bool:
+    """Checks the order; False if the forwards had ended before the copies were launched, which proves nothing."""
     steps = Steps()
     m, ring = steps.machine, steps.ring
-    steps.next(m.tokens(PADDED))  # everything that is launched below, once: to compile, and for its pinned memory
-    steps.layers()
-    ring.fold_before_next_forward(1, m.ints([4])[0], START[0] + 1)
-    ring.fold_leaving_on(torch.cuda.current_stream())
     m.pool.req_generation[1:4] += 1
     ring.before_forward(m.batch("EXTEND", [1, 2, 3], START, extend_prefix_lens=m.ints([0] * LIVE)))
     ring.state[:, 4:7].normal_()
@@ -210,7 +215,7 @@ def test_copies_to_and_from_the_host_are_ordered_with_the_folds() -> None:
     four, five = m.ints([4])[0], m.ints([5])[0]
     forward.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(forward):
-        torch.cuda._sleep(8_000_000_000)  # some four seconds: everything below is launched meanwhile, on any host
+        torch.cuda._sleep(4_000_000_000)  # some two seconds
         for drawn in tokens:
             steps.next(drawn)
             steps.layers()
@@ -233,7 +238,7 @@ def test_copies_to_and_from_the_host_are_ordered_with_the_folds() -> None:
     cache_hooks.start_writing(write, controller)
     ring.fold_before_next_forward(2, five, START[1] + 3)
     cache_hooks.start_loading(load, controller)
-    assert not forward.query(), "the forward stream was to be busy all the while"
+    busy = not forward.query()
     with torch.cuda.stream(forward):
         ring.before_forward(m.batch("IDLE", [], []))
     torch.cuda.synchronize()
@@ -241,6 +246,7 @@ def test_copies_to_and_from_the_host_are_ordered_with_the_folds() -> None:
     assert torch.equal(ring.state[:, 5], loaded), "a fold came after what was loaded"
     assert int(ring.ring.checkpoint[1]) == START[0] + 3
     assert int(ring.ring.faults) == 0
+    return busy
 
 
 def test_a_ring_without_memory_says_what_to_lower() -> None:

@@ -6,13 +6,12 @@ included; all are AROUND hooks, called with the original function first.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_replayssm import arguments, cache_hooks, memory_plan, operator_hooks, split_extend, verify_hooks
+from sglang_replayssm import arguments, cache_hooks, extend_hooks, memory_plan, operator_hooks, verify_hooks
 from sglang_replayssm.boundaries import policy_from_environment
 from sglang_replayssm.metrics import Tally
 from sglang_replayssm.prefix_states import ATTRIBUTE as STATES_ATTRIBUTE
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 Original = Callable[..., Any]
-_SPLIT = "replayssm_split"  # on a backend: how the extends of the forward in progress are split, or None
+_LEAVING = "replayssm_leaving"  # on a backend: what the extends of the forward in progress leave, or None
 _FUSED_DECODE = "_k3_fused_decode_args"  # on a layer: static weights of SGLang's fused KDA decode, see forward_decode
 
 
@@ -173,8 +172,7 @@ def init_metadata(original: Original, backend: Any, forward_batch: ForwardBatch)
         return
     states = states_of(backend.req_to_token_pool)
     if states is not None:
-        split = states.split_of(backend, forward_batch, functools.partial(original, backend))
-        setattr(backend, _SPLIT, split)
+        setattr(backend, _LEAVING, states.leaving_of(backend.forward_metadata, forward_batch))
 
 
 def init_metadata_out_graph(
@@ -239,19 +237,17 @@ def forward_decode(
 def forward_extend(
     original: Original, backend: Any, layer: Any, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
 ) -> Any:
-    """{GDN,KDA}AttnBackend.forward_extend: a verify step, or an extend in rounds where boundaries ask for states.
+    """{GDN,KDA}AttnBackend.forward_extend: a verify step, or an extend that leaves states at boundaries.
 
-    A prefill that runs from a CUDA graph comes with tables of its own and is not split; its boundaries stay unwritten.
+    A prefill that runs from a CUDA graph comes with tables of its own and leaves none; its boundaries stay unwritten.
     """
     ring = _buffered(backend)
     if ring is not None and forward_batch.forward_mode.is_target_verify():
         return verify_hooks.forward(ring, backend, layer, forward_batch, *args, **kwargs)
-    split = getattr(backend, _SPLIT, None)
-    if split is None or getattr(backend, "prefill_graph_metadata", None) is not None:
+    leaving = getattr(backend, _LEAVING, None)
+    if leaving is None or getattr(backend, "prefill_graph_metadata", None) is not None:
         return original(backend, layer, forward_batch, *args, **kwargs)
-    return split_extend.run(
-        split, original, backend, layer, *args, output=kwargs.pop("linear_attn_output", None), **kwargs
-    )
+    return extend_hooks.forward(leaving, original, backend, layer, forward_batch, *args, **kwargs)
 
 
 def track_decode(
@@ -299,6 +295,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "init_forward_metadata_out_graph": init_metadata_out_graph,
     "forward_decode": forward_decode,
     "forward_extend": forward_extend,
+    "extend": extend_hooks.dispatch,
+    "chunk_kda_fwd_intra": extend_hooks.kda_keys,
+    "chunk_gated_delta_rule_fwd_h": extend_hooks.chunk_states,
     "_track_mamba_state_decode": track_decode,
     "_mamba_radix_cache_v2_req_prepare_for_extend": cache_hooks.prepare_track_extend,
     "checkpoint_into_tree": cache_hooks.checkpoint_into_tree,

@@ -3,7 +3,7 @@
 Who owns a boundary's slot, from left to right:
 
     chosen            written by the forward      inserted                     afterwards
-    this class        (split_extend.py)           SGLang's tree, as a node     SGLang's tree: evictable, unlocked
+    this class        (extend_hooks.py)           SGLang's tree, as a node     SGLang's tree: evictable, unlocked
     allocated here                                of its own; or freed, where  the request holds the node at its end
                                                   the tree has one already
 
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_replayssm import arguments, split_extend
+from sglang_replayssm import arguments, extend_hooks
 from sglang_replayssm.boundaries import BoundaryPolicy, StateLedger, TextHistory, parse_hints
-from sglang_replayssm.split_extend import Point, SplitExtend
+from sglang_replayssm.extend_hooks import Leaving, Point
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -175,9 +175,9 @@ class PrefixStates:
 
     # -- the forward: write -------------------------------------------------------------------------------------------
 
-    def split_of(self, backend: Any, batch: ForwardBatch, init_metadata: Any) -> SplitExtend | None:
-        """How this forward's extends are split, or None where none is. After the backend's own metadata is made."""
-        if not self._by_row or batch.req_pool_indices_cpu is None or not split_extend.can_split(batch):
+    def leaving_of(self, metadata: Any, batch: ForwardBatch) -> Leaving | None:
+        """What this forward's extends leave, or None where nothing. After the backend's own metadata is made."""
+        if not self._by_row or batch.req_pool_indices_cpu is None or not extend_hooks.can_leave(batch):
             return None
         from sglang.srt.runtime_context import mamba_cache_chunk_size
 
@@ -196,10 +196,14 @@ class PrefixStates:
             for boundary in taken:
                 boundary.written = True
 
-        steps = split_extend.plan(backend, batch, points, mamba_cache_chunk_size(), init_metadata)
         # Slots come from the stream that prepared the batch: their memory must last until this one has read it.
         self._recent.append([boundary.slot for boundary in taken])
-        return SplitExtend(steps, self._last_layer_id, written)
+        return Leaving(
+            extend_hooks.plan(batch, points, mamba_cache_chunk_size()),
+            extend_hooks.without_tracking(metadata),
+            self._last_layer_id,
+            written,
+        )
 
     def end_forward(self, batch: ForwardBatch) -> None:
         """After any forward: the extends of its rows have run."""

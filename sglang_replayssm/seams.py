@@ -21,6 +21,7 @@ from sglang_replayssm import arguments
 TESTED_SGLANG = ("0.5.23",)
 
 _S = "sglang.srt."
+_FLA = "sglang.kernels.ops.attention.fla."
 _POOL = _S + "mem_cache.memory_pool."
 _CACHE = _S + "mem_cache.unified_radix_cache.UnifiedRadixCache."
 _CONTROLLER = _S + "managers.cache_controller.HiCacheController."
@@ -78,7 +79,14 @@ def _backend_seams(module: str, kind: str, dispatcher_fields: tuple[str, ...]) -
             "override",
             ("self", "forward_batch", "conv_states", "ssm_states", "cache_indices", "layer_id"),
         ),
-        Seam(dispatcher, "read", fields=("decode_kernel", "supports_packed_decode", *dispatcher_fields)),
+        Seam(
+            dispatcher, "read", fields=("decode_kernel", "extend_kernel", "supports_packed_decode", *dispatcher_fields)
+        ),
+        Seam(
+            dispatcher + ".extend",
+            "override",
+            ("self", "q", "k", "v", "g", "beta", "ssm_states", "cache_indices", "query_start_loc", "kwargs"),
+        ),
         Seam(
             dispatcher + ".packed_decode",
             "call",
@@ -224,16 +232,11 @@ SEAMS: tuple[Seam, ...] = (
             "req_pool_indices",
             "seq_lens",
             "req_pool_indices_cpu",
-            "seq_lens_cpu",
-            "extend_num_tokens",
             "extend_prefix_lens",
             "extend_prefix_lens_cpu",
-            "extend_seq_lens",
             "extend_seq_lens_cpu",
-            "extend_start_loc",
             "mamba_track_mask",
             "mamba_track_indices",
-            "mamba_track_seqlens",
             "mamba_track_seqlens_cpu",
             "mamba_prefill_track_mask_cpu",
             "spec_info",
@@ -254,7 +257,50 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         _S + "layers.attention.mamba.mamba2_metadata.ForwardMetadata",
         "read",
-        fields=("mamba_cache_indices", "mamba_track_indices"),
+        fields=("mamba_cache_indices", "mamba_track_indices", "has_mamba_track_mask", "state_checkpoint_cu_starts")
+        + ("num_state_checkpoints", "state_checkpoint_every_n_tokens", "state_checkpoint_indices"),
+    ),
+    # States inside a prefill
+    *(
+        Seam(
+            f"{_FLA}{module}.chunk_gated_delta_rule_fwd_h",
+            "override",
+            ("k", "w", "u", "g", "gk", "initial_state", "initial_state_indices", "save_new_value", "cu_seqlens")
+            + ("chunk_indices", "use_exp2", "inplace_update", "track_state", "track_chunk_idx", "chunk_offsets"),
+        )
+        for module in ("chunk", "kda")
+    ),
+    Seam(
+        _FLA + "kda.chunk_kda_fwd_intra",
+        "override",
+        ("q", "k", "v", "gk", "beta", "scale", "cu_seqlens", "chunk_size", "chunk_indices", "safe_gate")
+        + ("fuse_recompute", "fuse_diagonal"),
+    ),
+    Seam(
+        _S + "layers.attention.linear.kda_backend.KDAKernelDispatcher.effective_extend_kernel",
+        "call",
+        ("self", "lower_bound", "num_tokens", "num_seqs"),
+    ),
+    Seam(_S + "layers.attention.linear.kernels.gdn_triton.TritonGDNKernel", "read"),
+    Seam(_S + "layers.attention.linear.kernels.kda_triton.TritonKDAKernel", "read"),
+    Seam(_FLA + "kda.RCP_LN2", "read"),
+    Seam(_FLA + "l2norm.l2norm_fwd", "call", ("x", "eps", "output_dtype")),
+    Seam(_FLA + "index.prepare_chunk_indices", "call", ("cu_seqlens", "chunk_size")),
+    Seam(
+        _FLA + "cumsum.chunk_local_cumsum",
+        "call",
+        ("g", "chunk_size", "reverse", "scale", "cu_seqlens", "head_first", "output_dtype", "chunk_indices", "kwargs"),
+    ),
+    Seam(
+        _FLA + "chunk_fwd.chunk_gated_delta_rule_fwd_intra",
+        "call",
+        ("k", "v", "g", "beta", "cu_seqlens", "chunk_size", "chunk_indices"),
+    ),
+    Seam(
+        _FLA + "kda.kda_gate_chunk_cumsum",
+        "call",
+        ("g", "A_log", "chunk_size", "scale", "dt_bias", "cu_seqlens", "output_dtype", "chunk_indices", "lower_bound")
+        + ("beta",),
     ),
     Seam(
         _S + "layers.attention.hybrid_linear_attn_backend.track_mamba_states_all_layers",

@@ -19,6 +19,7 @@ from .cursors import (
     set_checkpoint,
 )
 from .decode import DecodeConfig, decode
+from .extend import Points, leave_states, leave_windows
 from .materialise import materialise
 from .ring import FRESH, INERT, POISON, Ring, RingShape
 from .verify import verify
@@ -30,6 +31,7 @@ __all__ = [
     "INERT",
     "PAD",
     "POISON",
+    "Points",
     "Counters",
     "DecodeConfig",
     "Ring",
@@ -37,6 +39,8 @@ __all__ = [
     "StepPlan",
     "WorkList",
     "decode",
+    "leave_states",
+    "leave_windows",
     "mark_fresh",
     "materialise",
     "plan_forced_fold",

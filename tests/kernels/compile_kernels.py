@@ -31,6 +31,7 @@ DECODE = sys.modules["replayssm_kernels.decode"]
 MATERIALISE = sys.modules["replayssm_kernels.materialise"]
 CURSORS = sys.modules["replayssm_kernels.cursors"]
 VERIFY = sys.modules["replayssm_kernels.verify"]
+EXTEND = sys.modules["replayssm_kernels.extend"]
 
 
 def compile_one(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> dict[str, int]:
@@ -109,6 +110,14 @@ def variants(everything: bool) -> Iterator[tuple[str, Any, dict[str, str], dict[
         constants = dict(sizes, GATE=gate, RB=16, BV=32, STAGES=3)
         types = layer_types(key, state, "fp32", gate)
         yield f"materialise gate {gate} {key} {state}", MATERIALISE._materialise_kernel, types, constants, 4
+    served = itertools.product((False, True), (128,), ("bf16",), ("fp32", "bf16"))
+    for channels, dim, key, state in (*served, (False, 64, "fp16", "fp32"), (False, 256, "bf16", "fp32")):
+        types = dict.fromkeys(("rows", "points", "slots"), "*i64")
+        types |= dict(sources="*i32", gates="*fp32", state="*" + state)
+        types |= dict.fromkeys(("w", "u", "k", "decayed", "conv", "inputs"), "*" + key)
+        constants = dict(H=48 if channels else 16, HV=48, K=dim, V=dim, BT=64, BV=32, CHANNELS=channels)
+        yield f"leave_states channels {channels} {key} {state}", EXTEND._leave_states_kernel, types, constants, 4
+    yield "leave_windows", EXTEND._leave_windows_kernel, types, dict(WINDOW=3, BW=4, BD=256), 4
     plan = dict.fromkeys(("checkpoint", "faults", "slots", "track_slots", "pending", "fold_count", "fold"), "*i32")
     plan |= dict.fromkeys(("snapshot_count", "snapshot", "count_out", "entries"), "*i32")
     plan |= dict(

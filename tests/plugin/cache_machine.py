@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from replayssm_kernels.ring import FRESH
-from sglang_replayssm import hooks
+from sglang_replayssm import extend_hooks, hooks
 from sglang_replayssm.boundaries import HINTS, BoundaryPolicy
 from sglang_replayssm.prefix_states import ATTRIBUTE as STATES
 from sglang_replayssm.prefix_states import PrefixStates
@@ -453,23 +453,37 @@ class CacheMachine:
         if batch.forward_mode.is_decode():
             slots = torch.where(batch.req_pool_indices == 0, -1, slots)
         backend.forward_metadata = SimpleNamespace(
-            mamba_cache_indices=slots, mamba_track_indices=getattr(batch, "mamba_track_indices", None)
+            mamba_cache_indices=slots,
+            mamba_track_indices=getattr(batch, "mamba_track_indices", None),
+            has_mamba_track_mask=any(getattr(batch, "mamba_prefill_track_mask_cpu", None) or ()),
         )
 
     def _prefill(self, backend: Any, layer: Any, batch: Any, mixed_qkv: torch.Tensor, *gates: Any) -> torch.Tensor:
         """One layer's extend: from what stands in each slot, which must be the text before it."""
         index = self.ring.layer_index[layer.layer_id]
-        slots = backend.forward_metadata.mamba_cache_indices.tolist()
-        for i, row in enumerate(batch.req_pool_indices.tolist()):
-            text, start = self._work[row].text, batch.extend_prefix_lens_cpu[i]
-            end = start + batch.extend_seq_lens_cpu[i]
-            if not self._work[row].req.finished():
-                self._expect_before(index, slots[i], text[:start], f"row {row} before its extend at {start}")
-            self._set(index, slots[i], text[:end])
-            if batch.mamba_prefill_track_mask_cpu[i]:
+        metadata = backend.forward_metadata
+        slots = metadata.mamba_cache_indices.tolist()
+        work = [self._work[row] for row in batch.req_pool_indices.tolist()]
+        starts = batch.extend_prefix_lens_cpu
+        ends = [start + length for start, length in zip(starts, batch.extend_seq_lens_cpu, strict=True)]
+        for i, part in enumerate(work):
+            if not part.req.finished():
+                what = f"row {part.row} before its extend at {starts[i]}"
+                self._expect_before(index, slots[i], part.text[: starts[i]], what)
+        extend_hooks.chunk_states(
+            lambda *args, **kwargs: None,
+            None,
+            lambda place, at: self.oracle.state(work[place].text[: starts[place] + at])[index][None],
+            None,
+            initial_state=self.ring.state[index],
+            initial_state_indices=metadata.mamba_cache_indices,
+        )
+        for i, part in enumerate(work):
+            self._set(index, slots[i], part.text[: ends[i]])
+            if metadata.has_mamba_track_mask and batch.mamba_prefill_track_mask_cpu[i]:
                 chunk = self.setting.chunk
-                tracked = start + (batch.mamba_track_seqlens_cpu[i] - start) // chunk * chunk
-                self._set(index, int(batch.mamba_track_indices[i]), text[:tracked])
+                tracked = starts[i] + (batch.mamba_track_seqlens_cpu[i] - starts[i]) // chunk * chunk
+                self._set(index, int(batch.mamba_track_indices[i]), part.text[:tracked])
         return mixed_qkv.new_zeros(1, len(mixed_qkv), 1, 16)
 
     def _expect_before(self, layer: int, slot: int, text: Sequence[int], what: str) -> None:

@@ -141,7 +141,24 @@ MUTATIONS = (
         "req.kv.mamba_pool_idx = req.kv.mamba_ping_pong_track_buffer[keep].clone()",
         "pass",
     ),
-    Mutation("a boundary gets no copy", "split_extend.run", "in (cache.conv[0], cache.temporal):", "in ():"),
+    Mutation(
+        "no conv window at a boundary",
+        "extend_hooks.forward",
+        "leave_windows(conv, mixed_qkv, metadata.mamba_cache_indices, leaving.points)",
+        "pass",
+    ),
+    Mutation(
+        "no state at a boundary",
+        "extend_hooks.chunk_states",
+        "leave_states(initial_state, initial_state_indices, _running.points, w, u, keys, gates, decayed)",
+        "pass",
+    ),
+    Mutation(
+        "SGLang's tracked state of a forward that leaves states is nobody's",
+        "extend_hooks.plan",
+        "*([tracked] if tracked else [])",
+        "",
+    ),
     Mutation("no snapshot of a decode step", "hooks.track_decode", "ring.snapshot()", "pass", "SGLang's own states"),
     Mutation(
         "no conv window of a snapshot",

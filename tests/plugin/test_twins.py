@@ -92,3 +92,23 @@ def test_a_forced_fold(seed: int) -> None:
         module.materialise(state, ring, plan.fold)
     same_cursors(*sides, batch=4)
     same(sides[0][2], sides[1][2])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_windows_of_an_extend(seed: int) -> None:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    lengths = [rng.randrange(1, 9) for _ in range(3)]
+    counts = [sorted(rng.sample(range(length + 1), rng.randrange(length + 1))) for length in lengths]
+    sequences = [
+        (sum(lengths[:i]), i, rng.random() < 0.5, found)
+        for i, found in enumerate(counts)
+        if found or rng.random() < 0.5
+    ]
+    slots = torch.tensor(rng.sample(range(4, 40), sum(len(found) for *_, found in sequences)), dtype=torch.int64)
+    points = kernels.Points.of(sequences, slots, torch.device("cpu"))
+    conv, inputs = torch.randn(40, 7, 3, generator=generator), torch.randn(sum(lengths), 7, generator=generator)
+    sources = torch.tensor([2, rng.choice([-1, 3]), 1])
+    both = [conv.clone(), conv.clone()]
+    for module, windows in zip((kernels, twins), both, strict=True):
+        module.leave_windows(windows, inputs, sources, points)
+    same(*both)

@@ -6,7 +6,7 @@ tests of their own, and `test_twins.py` compares each twin with its kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from replayssm_kernels import DIRECT, FAULT, PAD, Ring, StepPlan, WorkList
-from sglang_replayssm import request_ring
+from replayssm_kernels import DIRECT, FAULT, PAD, Points, Ring, StepPlan, WorkList
+from sglang_replayssm import extend_hooks, request_ring
 from tests.kernels.cursor_model import Model
 
 
@@ -147,6 +147,25 @@ def _of_layer(ring: Ring, layer: int) -> Any:
     return _Layer(*(tensor[layer : layer + 1] for tensor in (ring.u, ring.k, ring.g)))
 
 
+def leave_windows(conv: torch.Tensor, inputs: torch.Tensor, sources: torch.Tensor, points: Points) -> None:
+    window = conv.shape[2]
+    for (at, sequence), slot in zip(points.points.tolist(), points.slots.tolist(), strict=True):
+        first, place, _, _, has_prefix = points.rows[sequence].tolist()
+        if (source := int(sources[place])) >= 0:
+            old = conv[source] if has_prefix else torch.zeros_like(conv[source])
+            conv[slot] = torch.cat([old, inputs[first : first + at].T], 1)[:, -window:]
+
+
+def leave_states(
+    state: torch.Tensor, sources: torch.Tensor, points: Points, after: Callable[[int, int], np.ndarray], *unused: Any
+) -> None:
+    """In place of w comes what a prefill computes: the state [HV, V, K] of a sequence after so many of its tokens."""
+    for (at, sequence), slot in zip(points.points.tolist(), points.slots.tolist(), strict=True):
+        place = int(points.rows[sequence, 1])
+        if int(sources[place]) >= 0:
+            state[slot] = torch.from_numpy(after(place, at))
+
+
 def track_windows(
     conv: torch.Tensor, twin: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, destinations: torch.Tensor,
     batch_size: int, check_freed_slots: bool = False,
@@ -165,5 +184,7 @@ def in_place_of_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for twin in (plan_step, plan_forced_fold, materialise, decode):
             patch.setattr(request_ring, twin.__name__, twin)
+        for twin in (leave_windows, leave_states):
+            patch.setattr(extend_hooks, twin.__name__, twin)
         patch.setattr(hybrid_linear_attn_backend, "track_mamba_states_all_layers", track_windows)
         yield

@@ -53,6 +53,8 @@ class BoundaryPolicy:
         least: tokens that lie between two states of one extend, and before the first.
         cold: tokens of new text that a prompt must have before anything is guessed about it (tail, stride).
         finish: whether the state at the end of a request is kept for the next turn.
+        early: whether a prefill's states are in the cache before the next prompts are matched; SGLang waits for its
+            result, which overlap scheduling looks at one batch later.
         share: the part of all slots that must be free, or hold states never used, before an unproven state takes one.
         protect: the part of the stored states that may be spared by evictions because they were used.
         worth: the part of a kind's states that must be used; below it only one in eight of that kind is kept.
@@ -65,6 +67,7 @@ class BoundaryPolicy:
     least: int = 32
     cold: int = 256
     finish: bool = True
+    early: bool = True
     share: float = 0.1
     protect: float = 0.75
     worth: float = 0.06

@@ -36,6 +36,37 @@ def _tracked_on_pages(original: Original, batch: Any, req: Any) -> Any:
     return _MambaRadixCacheV2TrackEntry(track_mask=False, track_position=req.kv.mamba_next_track_idx, track_seqlen=-1)
 
 
+def next_batch(original: Original, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
+    """Scheduler.get_next_batch_to_run: a prefill that is in flight is in the tree when the next prompts are matched."""
+    if last_batch is not None:
+        publish(scheduler, last_batch)
+    return original(scheduler, running_batch=running_batch, last_batch=last_batch)
+
+
+def publish(scheduler: Any, batch: Any) -> None:
+    """Into the tree with the prompts and states of a prefill whose result nobody has looked at yet.
+
+    With overlap scheduling SGLang looks at it after the next batch is launched; prompts that begin alike and come that
+    close behind each other would all be computed. It does the same with the chunks of a long prompt: whatever reads
+    KV or states runs behind the forward that writes them, on its stream. What the result brings comes on top.
+
+    Not with a host tier: there a result may say that the KV of the prompt failed to load.
+    """
+    cache = scheduler.tree_cache
+    states = states_of(getattr(cache, "req_to_token_pool", None))
+    if states is None or not states.policy.early or not scheduler.enable_overlap or not batch.forward_mode.is_extend():
+        return
+    if cache.cache_controller is not None:
+        return
+    from sglang.srt.mem_cache.common import checkpoint_kv_cache
+
+    for req in batch.reqs:
+        chunk = req is batch.chunked_req or req.inflight_middle_chunks > 0
+        gone = req.finished() or req.is_retracted
+        if not chunk and not gone and req not in (batch.decoding_reqs or ()):
+            checkpoint_kv_cache(req, cache)
+
+
 def checkpoint_into_tree(original: Original, cache: Any, req: Any, *, up_to: int, **kwargs: Any) -> Any:
     """UnifiedRadixCache.checkpoint_into_tree: boundaries go in before SGLang's own state."""
     states = states_of(cache.req_to_token_pool)

@@ -300,6 +300,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_gated_delta_rule_fwd_h": extend_hooks.chunk_states,
     "_track_mamba_state_decode": track_decode,
     "_mamba_radix_cache_v2_req_prepare_for_extend": cache_hooks.prepare_track_extend,
+    "get_next_batch_to_run": cache_hooks.next_batch,
     "checkpoint_into_tree": cache_hooks.checkpoint_into_tree,
     "match_prefix": cache_hooks.match_prefix,
     "reset": cache_hooks.reset,

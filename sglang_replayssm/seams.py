@@ -315,7 +315,11 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "labels", "server_args", "enable_lora", "enable_hierarchical_cache", "enable_streaming_session"),
     ),
     Seam(_S + "observability.metrics_collector.SchedulerMetricsCollector", "read", fields=("labels",)),
-    Seam(_S + "managers.scheduler.Scheduler", "read", fields=("req_to_token_pool",)),
+    Seam(
+        _S + "managers.scheduler.Scheduler",
+        "read",
+        fields=("req_to_token_pool", "tree_cache", "enable_overlap"),
+    ),
     Seam(_S + "managers.scheduler.Scheduler.on_idle", "override", ("self",)),
     Seam(
         _S + "managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
@@ -341,6 +345,10 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "req", "is_finished", "insert_result", "insert_params"),
     ),
     Seam(_S + "mem_cache.unified_cache.components.mamba.MambaComponent", "read", fields=("cache",)),
+    Seam(
+        _S + "managers.scheduler.Scheduler.get_next_batch_to_run", "override", ("self", "running_batch", "last_batch")
+    ),
+    Seam(_S + "mem_cache.common.checkpoint_kv_cache", "call", ("req", "tree_cache")),
     Seam(_CACHE + "checkpoint_into_tree", "override", ("self", "req", "up_to", "kwargs")),
     Seam(_CACHE + "match_prefix", "override", ("self", "params")),
     Seam(_CACHE + "reset", "override", ("self",)),
@@ -362,7 +370,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         _S + "mem_cache.unified_radix_cache.UnifiedRadixCache",
         "read",
-        fields=("req_to_token_pool", "enable_mamba_extra_buffer", "page_size", "tree_core"),
+        fields=("req_to_token_pool", "enable_mamba_extra_buffer", "page_size", "tree_core", "cache_controller"),
     ),
     Seam(
         _S + "mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface.get_component_device_value",
@@ -407,7 +415,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         _S + "managers.schedule_batch.ScheduleBatch",
         "read",
-        fields=("reqs", "req_to_token_pool", "tree_cache"),
+        fields=("reqs", "decoding_reqs", "chunked_req", "forward_mode", "req_to_token_pool", "tree_cache"),
     ),
     Seam(
         _S + "managers.schedule_batch.Req",
@@ -415,7 +423,7 @@ SEAMS: tuple[Seam, ...] = (
         fields=("rid", "kv", "prefix_len", "extend_end", "full_untruncated_fill_ids", "mamba_branching_seqlen")
         + ("sampling_params", "extra_key", "cache_salt", "multimodal_inputs", "input_embeds")
         + ("positional_embed_overrides", "skip_radix_cache_insert", "origin_input_ids", "output_ids")
-        + ("finished_reason", "grammar"),
+        + ("finished_reason", "grammar", "inflight_middle_chunks", "is_retracted", "finished"),
     ),
     Seam(_S + "managers.schedule_batch.FINISH_ABORT", "call"),
     Seam(

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from replayssm_kernels.ring import FRESH
-from sglang_replayssm import extend_hooks, hooks
+from sglang_replayssm import cache_hooks, extend_hooks, hooks
 from sglang_replayssm.boundaries import HINTS, BoundaryPolicy
 from sglang_replayssm.prefix_states import ATTRIBUTE as STATES
 from sglang_replayssm.prefix_states import PrefixStates
@@ -382,6 +382,7 @@ class CacheMachine:
         meanwhile()
         self._extend(work, entries)
         for req in ends:
+            req.is_retracted = False
             req.prefilled = req.extend_end == len(req.text)
         launched.chunks = [req for req in ends if not req.prefilled]
         for req in (*filter(lambda req: req.prefilled, ends), *riders):
@@ -582,6 +583,18 @@ class CacheMachine:
         hooks.model_forward(lambda runner, forward_batch: None, self.runner, batch)
 
     # -- results ------------------------------------------------------------------------------------------------------
+
+    def publish(self, launched: Launched, chunked: Any = None) -> None:
+        """SGLang's loop comes round: what was launched last is in flight, and the next batch is to be made."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode[launched.mode],
+            reqs=[*launched.reqs, *launched.riders],
+            decoding_reqs=launched.riders,
+            chunked_req=chunked,
+        )
+        cache_hooks.publish(SimpleNamespace(tree_cache=self.cache, enable_overlap=not self.setting.no_buffer), batch)
 
     def result(self, launched: Launched) -> None:
         """The results of a batch arrive: tokens, ends, what the tree gets."""

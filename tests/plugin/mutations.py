@@ -159,6 +159,14 @@ MUTATIONS = (
         "*([tracked] if tracked else [])",
         "",
     ),
+    Mutation("what has left is published", "cache_hooks.publish", "and not gone", ""),
+    Mutation(
+        "decode rows beside a prefill are published",
+        "cache_hooks.publish",
+        "and req not in (batch.decoding_reqs or ())",
+        "",
+        MIXED,
+    ),
     Mutation("no snapshot of a decode step", "hooks.track_decode", "ring.snapshot()", "pass", "SGLang's own states"),
     Mutation(
         "no conv window of a snapshot",

@@ -6,6 +6,7 @@ The policy of these servers guesses 64 and 128 tokens before the end of a prompt
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -38,6 +39,21 @@ def test_the_second_of_a_group_hits(server: Server) -> None:
     follow_transformers(server, answers)
     cold_again(server, second)
     cold_again(server, third)
+
+
+@on("boundaries")
+def test_a_prompt_hits_while_the_first_of_its_kind_is_computed(server: Server) -> None:
+    """Overlap scheduling looks at a prefill's result a batch later; its states are in the tree before that."""
+    document = prompt(DOCUMENT, seed=970)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(ask, server, document + prompt(70, seed=971), 1)
+        time.sleep(0.3)
+        assert not future.done(), "the first prefill was to be in flight"
+        second = ask(server, document + prompt(71, seed=972), 5)
+        first = future.result()
+    assert (first.hit, second.hit) == (0, DOCUMENT + 70 - 128)
+    follow_transformers(server, [first, second])
+    cold_again(server, second)
 
 
 @on("boundaries")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,36 @@ def test_the_second_of_a_group_hits(core: str) -> None:
     assert first.hit == 0
     assert second.hit == 117 + 35 - 64, "the guess that lies in the shared part"
     assert third.hit == 117, "the branch, to the token"
+
+
+@cores
+@pytest.mark.parametrize(
+    ("setting", "hit"),
+    [
+        pytest.param({}, 117 + 35 - 64, id="early"),
+        pytest.param({"policy": replace(POLICY, early=False)}, 0, id="not asked for"),
+        pytest.param({"host": "write_through"}, 0, id="host tier"),
+    ],
+)
+def test_a_prompt_hits_while_the_first_of_its_kind_is_in_flight(core: str, setting: dict[str, Any], hit: int) -> None:
+    """Its result has not been looked at; when it is, nothing is stored twice and nothing leaks."""
+    machine, shared = CacheMachine(core, **({"policy": POLICY} | setting)), text(117, seed=1)
+    first = machine.request(shared + text(35, seed=2), out=2)
+    assert machine.admit(first)
+    launched = machine.launch_extend({first: len(first.text)})
+    machine.publish(launched)
+    second = machine.request(shared + text(36, seed=3), out=2)
+    assert machine.admit(second) and second.prefix_len == hit
+    behind = machine.launch_extend({second: len(second.text)})
+    machine.result(launched)
+    machine.check()
+    machine.publish(behind)
+    machine.result(behind)
+    for _ in range(2):
+        machine.result(machine.launch_decode(list(machine.running))) if machine.running else None
+    assert not machine.running
+    machine.check()
+    assert served(machine, shared + text(40, seed=4)).hit == 117, "the branch that the second left"
 
 
 @cores

@@ -33,7 +33,7 @@ HINTS = "replayssm_boundaries"
 
 MOST_HINTS = 64
 MOST_STATES = 8
-"""States of one extend, hinted ones or others. Its linear layers repeat up to a sixth of its tokens for each."""
+"""States of one extend, hinted ones or others; each takes a slot, which a running request may need."""
 TRIED = 32
 """States of a kind that are stored before it can be found to be of no use."""
 KINDS = ("branch", "hint", "joint", "tail", "stride", "end", "finish")

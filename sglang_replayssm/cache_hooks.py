@@ -38,25 +38,24 @@ def _tracked_on_pages(original: Original, batch: Any, req: Any) -> Any:
 
 def next_batch(original: Original, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
     """Scheduler.get_next_batch_to_run: a prefill that is in flight is in the tree when the next prompts are matched."""
-    if last_batch is not None:
-        publish(scheduler, last_batch)
+    states = states_of(scheduler.req_to_token_pool)
+    if states is not None and states.policy.early and last_batch is not None:
+        insert_launched(scheduler, last_batch)
     return original(scheduler, running_batch=running_batch, last_batch=last_batch)
 
 
-def publish(scheduler: Any, batch: Any) -> None:
+def insert_launched(scheduler: Any, batch: Any) -> None:
     """Into the tree with the prompts and states of a prefill whose result nobody has looked at yet.
 
     With overlap scheduling SGLang looks at it after the next batch is launched; prompts that begin alike and come that
-    close behind each other would all be computed. It does the same with the chunks of a long prompt: whatever reads
-    KV or states runs behind the forward that writes them, on its stream. What the result brings comes on top.
+    close behind each other would all be computed. It inserts the chunks of a long prompt at this point itself: whatever
+    reads KV or states runs behind the forward that writes them, on its stream. What the result brings comes on top.
+    (A result may end a request without keeping its prompt, where sampling failed: the prompt's KV is good even so.)
 
     Not with a host tier: there a result may say that the KV of the prompt failed to load.
     """
     cache = scheduler.tree_cache
-    states = states_of(getattr(cache, "req_to_token_pool", None))
-    if states is None or not states.policy.early or not scheduler.enable_overlap or not batch.forward_mode.is_extend():
-        return
-    if cache.cache_controller is not None:
+    if not scheduler.enable_overlap or not batch.forward_mode.is_extend() or cache.cache_controller is not None:
         return
     from sglang.srt.mem_cache.common import checkpoint_kv_cache
 

@@ -118,16 +118,22 @@ def check_environment(report: Report) -> None:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and a million")
     return value
 
 
 def _batches(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(each) for each in text.split(","))
+    try:
+        sizes = tuple(int(each) for each in text.split(","))
+    except ValueError:
+        sizes = (0,)
     if min(sizes) < 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text} is no list of batch sizes such as 1,8,64")
     return sizes
 
 

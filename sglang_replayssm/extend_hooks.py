@@ -55,9 +55,17 @@ class Leaving:
 
 @dataclass
 class _Layer:
-    """The extend of a linear layer that is running. `keys`: [1, tokens, H, K], KDA's, normalised."""
+    """The extend of a linear layer that is running.
+
+    Attributes:
+        points: see `Leaving`.
+        state: [slots, HV, V, K] of this layer.
+        keys: [1, tokens, H, K] of KDA, normalised.
+        done: whether the states are stored.
+    """
 
     points: Points
+    state: torch.Tensor
     keys: torch.Tensor | None = None
     done: bool = False
 
@@ -130,11 +138,12 @@ def forward(
     """{GDN,KDA}AttnBackend.forward_extend of a forward that leaves states; mixed_qkv [tokens, dim]."""
     global _running
     metadata = backend.forward_metadata
-    conv = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id).conv[0]
+    cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+    conv = cache.conv[0]
     if conv.shape[1] != mixed_qkv.shape[1]:  # KDA's lie as [window, dim]
         conv = conv.transpose(1, 2)
     leave_windows(conv, mixed_qkv, metadata.mamba_cache_indices, leaving.points)
-    _running = running = _Layer(leaving.points)
+    _running = running = _Layer(leaving.points, cache.temporal)
     backend.forward_metadata = leaving.metadata
     try:
         result = original(backend, layer, batch, mixed_qkv, *args, **kwargs)
@@ -198,14 +207,18 @@ def chunk_states(
     gk: torch.Tensor | None = None,
     initial_state: torch.Tensor | None = None,
     initial_state_indices: torch.Tensor | None = None,
+    *args: Any,
     **kwargs: Any,
 ) -> Any:
     """chunk_gated_delta_rule_fwd_h: before SGLang walks from chunk to chunk and puts the last state into the slot."""
     if _running is not None and not _running.done:
+        pool = _running.state
+        assert initial_state.data_ptr() == pool.data_ptr() and initial_state.shape == pool.shape, "slots of a copy"
+        assert gk is None or kwargs["use_exp2"], "KDA's gates were to be of base 2"
         keys, gates, decayed = (k, g, None) if gk is None else (_running.keys, gk, k)
         leave_states(initial_state, initial_state_indices, _running.points, w, u, keys, gates, decayed)
         _running.done = True
-    return original(k, w, u, g, gk, initial_state=initial_state, initial_state_indices=initial_state_indices, **kwargs)
+    return original(k, w, u, g, gk, initial_state, initial_state_indices, *args, **kwargs)
 
 
 # -- other prefill kernels --------------------------------------------------------------------------------------------

@@ -47,7 +47,9 @@ class Seam:
     fields: tuple[str, ...] = ()
 
 
-def _backend_seams(module: str, kind: str, dispatcher_fields: tuple[str, ...]) -> tuple[Seam, ...]:
+def _backend_seams(
+    module: str, kind: str, dispatcher_fields: tuple[str, ...] = (), backend_fields: tuple[str, ...] = ()
+) -> tuple[Seam, ...]:
     """The linear-attention backend of one gate kind: the same names for GDN and KDA."""
     backend = f"{_S}layers.attention.linear.{module}.{kind}AttnBackend"
     dispatcher = f"{_S}layers.attention.linear.{module}.{kind}KernelDispatcher"
@@ -55,7 +57,8 @@ def _backend_seams(module: str, kind: str, dispatcher_fields: tuple[str, ...]) -
         Seam(
             backend,
             "read",
-            fields=("req_to_token_pool", "kernel_dispatcher", "forward_metadata", "verify_intermediate_state_indices"),
+            fields=("req_to_token_pool", "kernel_dispatcher", "forward_metadata", "verify_intermediate_state_indices")
+            + backend_fields,
         ),
         Seam(backend + ".__init__", "override", ("self", "model_runner")),
         Seam(backend + ".init_forward_metadata", "override", ("self", "forward_batch")),
@@ -252,8 +255,8 @@ SEAMS: tuple[Seam, ...] = (
         "read",
         fields=("layer_id", "lower_bound", "head_k_dim", "conv_weights", "bias", "activation", "A_log", "dt_bias"),
     ),
-    *_backend_seams("gdn_backend", "GDN", ()),
-    *_backend_seams("kda_backend", "KDA", ("supports_packed_decode_safe_gate",)),
+    *_backend_seams("gdn_backend", "GDN"),
+    *_backend_seams("kda_backend", "KDA", ("supports_packed_decode_safe_gate",), ("prefill_graph_metadata",)),
     Seam(
         _S + "layers.attention.mamba.mamba2_metadata.ForwardMetadata",
         "read",

@@ -26,8 +26,8 @@ tests() { # servers first and alone, then compiling: a process per core but two,
     tests/integration/test_direct_steps.py tests/integration/test_host_tier.py tests/integration/test_boundaries.py \
     >"$OUT/servers.txt" 2>&1
   FAILURES=$OUT/failed.txt "$PYTHON" -m pytest -q -n "$(($(nproc) - 2))" -p tests.harness.failures tests/kernels/test_device.py \
-    tests/plugin/test_device.py tests/kernels/test_{direct,verify,cursors,materialise}.py \
-    tests/plugin/test_{split_extend,boundaries,direct_steps}.py >"$OUT/tests.txt" 2>&1
+    tests/plugin/test_device.py tests/kernels/test_{direct,verify,cursors,materialise,extend}.py \
+    tests/plugin/test_{extend_hooks,boundaries,direct_steps}.py >"$OUT/tests.txt" 2>&1
   unset OMP_NUM_THREADS
   tail -q -n 3 "$OUT/tests.txt" "$OUT/servers.txt"
   grep -h "^#####" "$OUT"/*failed.txt

@@ -111,6 +111,29 @@ def replay_row(
     return replay(state, u, k, g if g.dim() == 3 else g[..., None])
 
 
+def prefill_chunk(
+    k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a prefill computes of one chunk before it knows the state, see extend.py.
+
+        S_t = S_0 e^{G_t} + sum_{j <= t} x_j (e^{G_t - G_j} k_j)^T      x = u - S_0 w, of all tokens j
+
+    Args:
+        k: [T, HV, K]; v: [T, HV, V]; g: [T, HV, 1 or K]; beta: [T, HV].
+
+    Returns:
+        w [T, HV, K], u [T, HV, V], the gates' sums [T, HV, 1 or K] and k e^{G_T - G_j} [T, HV, K].
+    """
+    k, v, beta = k.double(), v.double(), beta.double()[..., None]
+    sums = g.double().cumsum(0)
+    since = (sums[:, None] - sums[None]).clamp_max(0).exp().expand(-1, -1, *k.shape[1:])  # from j to a later i
+    pairs = torch.einsum("ihk,jhk,ijhk->hij", beta * k, k, since)
+    solved = torch.linalg.inv(pairs.tril(-1) + torch.eye(len(k), dtype=k.dtype, device=k.device))
+    w = torch.einsum("hij,jhk->ihk", solved, beta * k * sums.exp())
+    u = torch.einsum("hij,jhv->ihv", solved, beta * v)
+    return w, u, sums, k * (sums[-1] - sums).exp()
+
+
 @dataclass
 class Sequential:
     """The oracle of a random trace: for every request id the state and token count that plain decoding

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from . import reference
 from .cursors import FAULT, PAD, StepPlan, plan_step, set_checkpoint
+from .extend import Points, leave_states, leave_windows
 from .gates import GDN, KDA, SCALED
 from .launch_shapes import DecodeConfig, swept
 from .ring import POISON, Ring, RingShape
@@ -39,6 +41,7 @@ class Case(NamedTuple):
     config: DecodeConfig | None = None
     gate: str = "gdn"
     lower_bound: float | None = None
+    width: int = 1  # tokens a step: more than one is a verify step, all of them accepted
 
 
 def _shape(device: torch.device, case: Case) -> RingShape:
@@ -52,6 +55,7 @@ def _shape(device: torch.device, case: Case) -> RingShape:
         key_dim=dim,
         value_dim=dim,
         capacity=case.capacity,
+        max_width=case.width,
         key_dtype=case.key_dtype,
         u_dtype=case.u_dtype,
         gate=case.gate,
@@ -62,15 +66,19 @@ def _shape(device: torch.device, case: Case) -> RingShape:
 def _run_trace(device: torch.device, case: Case) -> float:
     """Largest relative error of any output of 2 L + 2 steps, and of the states after a final fold."""
     shape = _shape(device, case)
-    w = Workload(shape, 3, case.state_dtype, device, out_dtype=torch.float32, config=case.config)
+    step = dict(width=case.width, accepted=case.width)
+    w = Workload(shape, 3, case.state_dtype, device, out_dtype=torch.float32, config=case.config, **step)
     exact = w.states()
     worst = 0.0
     for _ in range(2 * shape.capacity + 2):
         w.inputs.draw()
         out = w.forward()
         for layer in range(shape.layers):
-            o, exact[layer], _ = reference.step(exact[layer], w.inputs.token(layer))
-            worst = _worse(worst, reference.relative_error(out[layer], o))
+            tokens = w.inputs.token(layer)
+            for i in range(case.width):
+                token = reference.Token(*(part[i :: case.width] for part in tokens))
+                o, exact[layer], _ = reference.step(exact[layer], token)
+                worst = _worse(worst, reference.relative_error(out[layer, i :: case.width], o))
     folded = w.fold()
     for layer in range(shape.layers):
         worst = _worse(worst, reference.relative_error(folded[layer], exact[layer]))
@@ -104,6 +112,44 @@ def _cursors(device: torch.device) -> float:
     return float(sum(g != w for g, w in zip(got, want, strict=True)))
 
 
+def _extend(device: torch.device, gate: str, dtype: torch.dtype) -> float:
+    """Largest relative error of the states that a prefill of two sequences leaves, and of their conv windows."""
+    heads, dim, lengths = 2, 32, (40, 100)
+    random = torch.Generator(device).manual_seed(1)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.rand(*size, generator=random, device=device)
+
+    tokens, gates = sum(lengths), heads if gate == "gdn" else heads * dim
+    k = reference.normalise(draw(tokens, heads, dim) - 0.5).to(dtype)
+    v, g, beta = (draw(tokens, heads, dim) - 0.5).to(dtype), -draw(tokens, heads, gates // heads), draw(tokens, heads)
+    chunks = [slice(0, 40), slice(40, 104), slice(104, 140)]
+    w, u, sums, decayed = (
+        torch.cat(parts)
+        for parts in zip(*(reference.prefill_chunk(k[c], v[c], g[c], beta[c]) for c in chunks), strict=True)
+    )  # fmt: skip
+    state, conv, inputs = draw(9, heads, dim, dim), draw(9, 3, dim).transpose(1, 2), draw(tokens, dim)
+    start, windows = state.double(), conv.clone()
+    sources, slots = torch.tensor([1, 2], device=device), torch.arange(4, 8, device=device)
+    counts = ((0, 2, 40), (1, 90))
+    points = Points.of([(0, 0, True, counts[0]), (40, 1, False, counts[1][1:])], slots, device)
+    sums = sums[..., 0] if gate == "gdn" else sums * math.log2(math.e)
+    given = w.to(dtype), u.to(dtype), k, sums.float().contiguous()
+    leave_states(state, sources, points, *given, None if gate == "gdn" else decayed.to(dtype))
+    leave_windows(conv, inputs, sources, points)
+    worst = 0.0
+    for slot, (first, source, at) in zip(range(4, 8), ((0, 1, 0), (0, 1, 2), (0, 1, 40), (40, 2, 90)), strict=True):
+        exact = start[source][None]
+        for t in range(first, first + at):
+            token = (part.double()[None] for part in (k[t], k[t], v[t], g[t], beta[t]))
+            exact = reference.step(exact, reference.Token(*token))[1]
+        worst = _worse(worst, reference.relative_error(state[slot], exact[0]))
+        old = windows[source] if first == 0 else torch.zeros_like(windows[source])
+        window = torch.cat([old, inputs[first : first + at].T], 1)[:, at : at + 3]
+        worst = _worse(worst, reference.relative_error(conv[slot], window))
+    return worst
+
+
 def run(device: torch.device | str) -> list[Result]:
     """Check every kernel on `device`: "cuda", or "cpu" with TRITON_INTERPRET=1 set before Triton was imported.
 
@@ -121,6 +167,8 @@ def run(device: torch.device | str) -> list[Result]:
         Case("GDN, 16-bit state", half, capacity, state_dtype=half),
         Case("KDA, any gate", half, capacity, gate="kda"),
         Case("KDA, bounded gate", half, capacity, gate="kda", lower_bound=-5.0),
+        Case("GDN, verify", half, capacity + 2, width=2),
+        Case("KDA, verify", half, capacity + 2, gate="kda", width=2),
     ]
     if gpu:
         cases += [
@@ -141,4 +189,7 @@ def run(device: torch.device | str) -> list[Result]:
         error = _run_trace(device, case)
         bound = EXACT if case.state_dtype is fp32 and case.u_dtype is fp32 else ROUNDED
         results.append(Result(case.name, error, bound, error <= bound))
+    for gate in ("gdn", "kda"):
+        error = _extend(device, gate, half)
+        results.append(Result(f"{gate.upper()}, states inside a prefill", error, ROUNDED, error <= ROUNDED))
     return results

@@ -7,7 +7,18 @@ import sys
 import pytest
 import torch
 
-from replayssm_kernels import Counters, DecodeConfig, decode, materialise, plan_forced_fold, plan_step, reference
+from replayssm_kernels import (
+    Counters,
+    DecodeConfig,
+    Points,
+    decode,
+    leave_states,
+    leave_windows,
+    materialise,
+    plan_forced_fold,
+    plan_step,
+    reference,
+)
 from replayssm_kernels.bench.__main__ import configs
 from replayssm_kernels.bench.decode import direct_configs
 from replayssm_kernels.bench.timing import launcher
@@ -247,3 +258,24 @@ def test_no_batch_size_compiles_while_serving() -> None:
         run(batch)
     after = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
     assert after == before
+
+
+def test_no_number_of_points_compiles_while_serving() -> None:
+    """Nor do the kernels that leave states inside a prefill, for any number of sequences and points."""
+    extend = sys.modules["replayssm_kernels.extend"]
+    kernels = (extend._leave_states_kernel, extend._leave_windows_kernel)
+    state, conv = torch.zeros(64, 2, 32, 32, device=DEVICE), torch.zeros(64, 96, 3, device=DEVICE)
+
+    def run(sequences: int, points: int) -> None:
+        places = [(16 * i, i, True, list(range(1, points + 1))) for i in range(sequences)]
+        found = Points.of(places, torch.arange(32, 32 + sequences * points, device=DEVICE), state.device)
+        tokens, sources = 16 * sequences, torch.arange(sequences, dtype=torch.int32, device=DEVICE)
+        w = torch.zeros(tokens, 2, 32, dtype=torch.bfloat16, device=DEVICE)
+        leave_states(state, sources, found, w, w, w[:, :1].contiguous(), torch.zeros(tokens, 2, device=DEVICE))
+        leave_windows(conv, torch.zeros(tokens, 96, device=DEVICE), sources, found)
+
+    run(2, 2)
+    before = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
+    for sequences, points in ((1, 1), (1, 2), (1, 3), (2, 1), (3, 3), (3, 5), (8, 4), (1, 16)):
+        run(sequences, points)
+    assert [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels] == before

@@ -40,14 +40,8 @@ class Extend:
         w, u, decayed = (torch.empty(tokens, s.v_heads, n) for n in (s.key_dim, s.value_dim, s.key_dim))
         gates = torch.empty(self.g.shape)
         for begin, end in self._chunks():
-            k, v, beta = keys[begin:end], self.v[begin:end].double(), self.beta[begin:end, :, None]
-            sums = self.g[begin:end].cumsum(0)
-            since = (sums[:, None] - sums[None]).clamp_max(0).exp()  # from a token to a later one
-            pairs = torch.einsum("ihk,jhk,ijhk->hij", beta * k, k, since.expand(-1, -1, -1, s.key_dim))
-            solved = torch.linalg.inv(pairs.tril(-1) + torch.eye(end - begin, dtype=torch.float64))
-            u[begin:end] = torch.einsum("hij,jhv->ihv", solved, beta * v)
-            w[begin:end] = torch.einsum("hij,jhk->ihk", solved, beta * k * sums.exp())
-            decayed[begin:end] = k * (sums[-1] - sums).exp()
+            inputs = (each[begin:end] for each in (keys, self.v, self.g, self.beta))
+            w[begin:end], u[begin:end], sums, decayed[begin:end] = reference.prefill_chunk(*inputs)
             gates[begin:end] = sums / torch.log(torch.tensor(2.0)) if channels else sums
         self.w, self.u, self.decayed = (each.to(DEVICE, dtype) for each in (w, u, decayed))
         self.gates = gates.to(DEVICE) if channels else gates[..., 0].to(DEVICE)

@@ -584,7 +584,7 @@ class CacheMachine:
 
     # -- results ------------------------------------------------------------------------------------------------------
 
-    def publish(self, launched: Launched, chunked: Any = None) -> None:
+    def next_batch(self, launched: Launched, chunked: Any = None) -> None:
         """SGLang's loop comes round: what was launched last is in flight, and the next batch is to be made."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -594,7 +594,10 @@ class CacheMachine:
             decoding_reqs=launched.riders,
             chunked_req=chunked,
         )
-        cache_hooks.publish(SimpleNamespace(tree_cache=self.cache, enable_overlap=not self.setting.no_buffer), batch)
+        scheduler = SimpleNamespace(
+            req_to_token_pool=self.pool, tree_cache=self.cache, enable_overlap=not self.setting.no_buffer
+        )
+        cache_hooks.next_batch(lambda *args, **kwargs: None, scheduler, None, batch)
 
     def result(self, launched: Launched) -> None:
         """The results of a batch arrive: tokens, ends, what the tree gets."""

@@ -97,12 +97,12 @@ class Judge:
                 self.seen["finish"] += 1
                 self.chats = [*self.chats[-4:], [*req.origin_input_ids, *req.output_ids]]
 
-    def _publish(self) -> None:
+    def _next_batch(self) -> None:
         """What SGLang's loop does first, with the batch whose result it has not looked at."""
         if self.in_flight:
             batch = self.in_flight[-1]
-            self.machine.publish(batch, self.chunked)
-            self.seen["published"] += sum(req.prefix_len == req.extend_end for req in batch.reqs)
+            self.machine.next_batch(batch, self.chunked)
+            self.seen["inserted early"] += sum(req.prefix_len == req.extend_end for req in batch.reqs)
 
     def _arrive_all(self) -> None:
         while self.in_flight:
@@ -113,7 +113,7 @@ class Judge:
     def prefill(self) -> None:
         """Further chunks, requests that wait and new ones, with or without decode rows beside them."""
         rng, machine = self.rng, self.machine
-        self._publish()
+        self._next_batch()
         self.copies_arrive()  # as in every turn of SGLang's loop: what is on its way to the host is locked until then
         ends: dict[Any, int] = {}
         if self.chunked is not None:
@@ -171,7 +171,7 @@ class Judge:
         return self.last
 
     def decode(self) -> None:
-        self._publish()
+        self._next_batch()
         ready = self._decoding()
         if self.rng.random() < 0.3:
             ready = [req for req in ready if self.rng.random() < 0.6]

@@ -159,10 +159,10 @@ MUTATIONS = (
         "*([tracked] if tracked else [])",
         "",
     ),
-    Mutation("what has left is published", "cache_hooks.publish", "and not gone", ""),
+    Mutation("what has left is inserted", "cache_hooks.insert_launched", "and not gone", ""),
     Mutation(
-        "decode rows beside a prefill are published",
-        "cache_hooks.publish",
+        "decode rows beside a prefill are inserted",
+        "cache_hooks.insert_launched",
         "and req not in (batch.decoding_reqs or ())",
         "",
         MIXED,

@@ -70,13 +70,13 @@ def test_a_prompt_hits_while_the_first_of_its_kind_is_in_flight(core: str, setti
     first = machine.request(shared + text(35, seed=2), out=2)
     assert machine.admit(first)
     launched = machine.launch_extend({first: len(first.text)})
-    machine.publish(launched)
+    machine.next_batch(launched)
     second = machine.request(shared + text(36, seed=3), out=2)
     assert machine.admit(second) and second.prefix_len == hit
     behind = machine.launch_extend({second: len(second.text)})
     machine.result(launched)
     machine.check()
-    machine.publish(behind)
+    machine.next_batch(behind)
     machine.result(behind)
     for _ in range(2):
         machine.result(machine.launch_decode(list(machine.running))) if machine.running else None

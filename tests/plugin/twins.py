@@ -150,7 +150,7 @@ def _of_layer(ring: Ring, layer: int) -> Any:
 def leave_windows(conv: torch.Tensor, inputs: torch.Tensor, sources: torch.Tensor, points: Points) -> None:
     window = conv.shape[2]
     for (at, sequence), slot in zip(points.points.tolist(), points.slots.tolist(), strict=True):
-        first, place, _, _, has_prefix = points.rows[sequence].tolist()
+        first, place, _, _, has_prefix, _ = points.rows[sequence].tolist()
         if (source := int(sources[place])) >= 0:
             old = conv[source] if has_prefix else torch.zeros_like(conv[source])
             conv[slot] = torch.cat([old, inputs[first : first + at].T], 1)[:, -window:]

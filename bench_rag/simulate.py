@@ -2,8 +2,10 @@
 
 The model keeps what decides hits on a hybrid model: a prompt hits at the deepest stored state that its tokens pass; KV
 lives as long as a state at or beyond it does; slots are shared between running requests and stored states; the stored
-state that was used longest ago goes first. Time is simple on purpose: one prefill after another at a fixed rate, every
-answer token at a fixed pace. KV capacity is not modelled.
+state that was used longest ago goes first. Time passes as in SGLang's loop: what waits is prefilled in one batch before
+anything is decoded, a step decodes one token of every running request, and a prefill's states are in the cache when its
+result is looked at, one batch later (or, with the policy's `early`, before the next batch is made). KV capacity is not
+modelled.
 
 `plain` is SGLang's extra_buffer: one state per extend, at its last multiple of 64 or at the branch that it learns on
 the second visit, and one at the last multiple of 256 in an answer. The other rows are policies of
@@ -27,7 +29,7 @@ from sglang_replayssm.boundaries import BoundaryPolicy, StateLedger, TextHistory
 from .budget import MOST_REQUESTS, bound, passages
 from .ceiling import ceiling
 from .errors import BenchError
-from .workloads import WORKLOADS, Plan, Vocab
+from .workloads import WORKLOADS, Plan, Turn, Vocab
 
 CHUNK = 64  # SGLang's own states of a prefill stand at multiples of it, from where the extend began
 INTERVAL = 256  # SGLang's default --mamba-track-interval
@@ -37,11 +39,19 @@ Prefix = tuple[int, int]  # length and hash
 
 @dataclass(frozen=True)
 class Machine:
-    """Slots of the state pool, prefill tokens per second, seconds per answer token; hints every so many tokens."""
+    """Slots of the state pool, and seconds: of a prefill per token, but at least, and of a decode step.
+
+    The defaults are those of a 27B-shaped model on an H200 (docs/measurements.md).
+
+    Attributes:
+        batch_tokens: new tokens that one prefill batch takes.
+    """
 
     slots: int = 223
-    prefill_rate: float = 18_000.0
-    token_seconds: float = 0.045
+    prefill_token: float = 95e-6
+    least_prefill: float = 0.09
+    step: float = 0.02
+    batch_tokens: int = 8192
 
 
 @dataclass
@@ -136,13 +146,15 @@ def plain_states(start: int, end: int, branch: int) -> list[int]:
 
 @dataclass
 class _Request:
-    """A conversation on its way: history, its prefixes, turn, and where the last prefill began."""
+    """A conversation on its way: history, its prefixes, turn, where the last prefill began and what it leaves."""
 
     ids: list[int] = field(default_factory=list)
     prefixes: list[Prefix] = field(default_factory=list)
     turn: int = 0
     start: int = 0
     branch: int = 0
+    left: int = 0  # answer tokens to come
+    leaves: list[tuple[int, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -162,90 +174,137 @@ def replay(
         policy: None is plain extra_buffer.
         hints: by conversation, token counts where documents end.
     """
-    ledger = StateLedger(policy) if policy is not None else None
-    history = TextHistory()
-    cache = StateCache(machine.slots, ledger)
-    most = min(plan.concurrency, machine.slots // SLOTS_PER_REQUEST)
-    order = itertools.count()
-    events = [(c.arrival, next(order), "arrive", number) for number, c in enumerate(plan.conversations)]
-    heapq.heapify(events)
-    requests = [_Request() for _ in plan.conversations]
-    waiting: list[int] = []
-    sent: list[tuple[int, int]] = []
-    running = hit = total = 0
-    prefill_free = 0.0
-    unique = -1
+    return _Replay(plan, machine, policy, hints).run()
 
-    def leave(request: _Request, who: int) -> None:
+
+class _Replay:
+    def __init__(
+        self, plan: Plan, machine: Machine, policy: BoundaryPolicy | None, hints: Sequence[Sequence[int]] | None
+    ) -> None:
+        self.plan, self.machine, self.policy, self.hints = plan, machine, policy, hints
+        self.ledger = StateLedger(policy) if policy is not None else None
+        self.history = TextHistory()
+        self.cache = StateCache(machine.slots, self.ledger)
+        self.most = min(plan.concurrency, machine.slots // SLOTS_PER_REQUEST)
+        self.requests = [_Request() for _ in plan.conversations]
+        self.arrivals = [(c.arrival, number) for number, c in enumerate(plan.conversations)]
+        heapq.heapify(self.arrivals)
+        self.waiting: list[int] = []
+        self.running: list[int] = []
+        self.sent: list[tuple[int, int]] = []
+        self.hit = self.total = 0
+        self.fresh = itertools.count(-1, -1)  # answers share nothing
+
+    def run(self) -> Outcome:
+        now = 0.0
+        in_flight: list[int] = []  # prefilled, and nobody has looked at the result
+        while self.arrivals or self.waiting or self.running:
+            while self.arrivals and self.arrivals[0][0] <= now:
+                self._arrive(heapq.heappop(self.arrivals)[1])
+            if self.policy is not None and self.policy.early:
+                in_flight = self._store(in_flight)
+            batch, tokens = self._make_batch()
+            in_flight = self._store(in_flight)
+            if batch:
+                now += max(self.machine.least_prefill, tokens * self.machine.prefill_token)
+                self.running += batch
+                in_flight = batch
+            elif self.running:
+                now += self.machine.step
+                self._decode(now)
+            elif self.arrivals:
+                now = max(now, self.arrivals[0][0])
+            else:
+                break  # what waits does not fit, and nothing will make room
+        return Outcome(self.hit / self.total if self.total else 0.0, self.sent)
+
+    def _turn(self, who: int) -> Turn:
+        return self.plan.conversations[who].turns[self.requests[who].turn]
+
+    def _arrive(self, who: int) -> None:
+        request = self.requests[who]
+        request.ids += self._turn(who).new_ids
+        request.prefixes = _prefixes(request.ids, request.prefixes)
+        self.waiting.append(who)
+
+    def _make_batch(self) -> tuple[list[int], int]:
+        """Who is prefilled next, and how many tokens; each is matched now and takes its slots."""
+        batch: list[int] = []
+        tokens = 0
+        while self.waiting and len(self.running) + len(batch) < self.most:
+            if not self.cache.make_room(SLOTS_PER_REQUEST):
+                break
+            request = self.requests[who := self.waiting[0]]
+            request.start, request.branch = self.cache.match(request.prefixes[:-1])
+            if tokens and tokens + len(request.ids) - request.start > self.machine.batch_tokens:
+                break
+            self.waiting.pop(0)
+            if request.start:
+                self.cache.lock(request.prefixes[request.start - 1], 1)
+            self.cache.held += SLOTS_PER_REQUEST
+            request.left = self._turn(who).output_len
+            request.leaves = self._leaves(who)
+            self.sent.append((who, request.turn))
+            self.hit += request.start
+            self.total += len(request.ids)
+            tokens += len(request.ids) - request.start
+            batch.append(who)
+        return batch, tokens
+
+    def _leaves(self, who: int) -> list[tuple[int, str]]:
+        """Token counts and kinds of the states that a prefill leaves."""
+        request, cache = self.requests[who], self.cache
         end = len(request.ids)
-        if policy is None or ledger is None:
-            for at in plain_states(request.start, end, request.branch):
-                cache.insert(request.prefixes[:at], "end")
-            return
-        branch, joints = history.read(request.ids, start=request.start)
-        given = hints[who] if hints is not None else ()
-        allowed = ledger.allowance(cache.slots, cache.free(), cache.evictable())
+        if self.policy is None or self.ledger is None:
+            return [(at, "end") for at in plain_states(request.start, end, request.branch)]
+        branch, joints = self.history.read(request.ids, start=request.start)
+        given = self.hints[who] if self.hints is not None else ()
+        allowed = self.ledger.allowance(cache.slots, cache.free(), cache.evictable())
         branch = max(branch, request.branch)
-        for at, kind in policy.choose(request.start, end, end, branch=branch, joints=joints, hints=given):
-            if kind == "branch" or (allowed > 0 and ledger.worth(kind, cache.slots, cache.free())):
-                cache.insert(request.prefixes[:at], kind)
+        found: list[tuple[int, str]] = []
+        for at, kind in self.policy.choose(request.start, end, end, branch=branch, joints=joints, hints=given):
+            if kind == "branch" or (allowed > 0 and self.ledger.worth(kind, cache.slots, cache.free())):
+                found.append((at, kind))
                 allowed -= kind != "branch"
-        if ledger.worth("end", cache.slots, cache.free()):
-            for at in plain_states(request.start, end, 0):
-                cache.insert(request.prefixes[:at], "end")
+        return found + [(at, "end") for at in plain_states(request.start, end, 0)]
 
-    def finish(request: _Request, output_len: int) -> None:
-        nonlocal unique
+    def _store(self, batch: Sequence[int]) -> list[int]:
+        """The states of a prefill come into the cache. Returns what is in flight then: nothing."""
+        for who in batch:
+            request = self.requests[who]
+            for at, kind in request.leaves:
+                if kind != "end" or self._worth("end"):
+                    self.cache.insert(request.prefixes[:at], kind)
+        return []
+
+    def _worth(self, kind: str) -> bool:
+        return self.ledger is None or self.ledger.worth(kind, self.cache.slots, self.cache.free())
+
+    def _decode(self, now: float) -> None:
+        for who in self.running:
+            self.requests[who].left -= 1
+        ended = [who for who in self.running if self.requests[who].left <= 0]
+        self.running = [who for who in self.running if self.requests[who].left > 0]
+        for who in ended:
+            self._finish(who)
+            request, turns = self.requests[who], self.plan.conversations[who].turns
+            request.turn += 1
+            if request.turn < len(turns):
+                heapq.heappush(self.arrivals, (now + turns[request.turn].pause, who))
+
+    def _finish(self, who: int) -> None:
+        request = self.requests[who]
+        self.cache.held -= SLOTS_PER_REQUEST
+        if request.start:
+            self.cache.lock(request.prefixes[request.start - 1], -1)
         prompt_len = len(request.ids)
-        request.ids += range(unique, unique - output_len, -1)
-        unique -= output_len
+        request.ids += itertools.islice(self.fresh, self._turn(who).output_len)
         request.prefixes = _prefixes(request.ids, request.prefixes)
         kept = len(request.ids) - 1  # the last token was never computed
-        if (
-            policy is None
-            or ledger is None
-            or not policy.finish
-            or not ledger.worth("finish", cache.slots, cache.free())
-        ):
+        if self.policy is None or not self.policy.finish or not self._worth("finish"):
             kept = kept // INTERVAL * INTERVAL
         if kept > prompt_len:
-            cache.insert(request.prefixes[:kept], "finish")
-
-    while events:
-        now, _, what, who = heapq.heappop(events)
-        request = requests[who]
-        turn = plan.conversations[who].turns[request.turn]
-        if what == "arrive":
-            request.ids += turn.new_ids
-            request.prefixes = _prefixes(request.ids, request.prefixes)
-            waiting.append(who)
-        elif what == "prefilled":
-            leave(request, who)
-            heapq.heappush(events, (now + turn.output_len * machine.token_seconds, next(order), "finish", who))
-        else:
-            running -= 1
-            cache.held -= SLOTS_PER_REQUEST
-            if request.start:
-                cache.lock(request.prefixes[request.start - 1], -1)
-            finish(request, turn.output_len)
-            request.turn += 1
-            if request.turn < len(plan.conversations[who].turns):
-                pause = plan.conversations[who].turns[request.turn].pause
-                heapq.heappush(events, (now + pause, next(order), "arrive", who))
-        # One prefill at a time; a prompt is matched when its prefill begins.
-        while waiting and running < most and prefill_free <= now and cache.make_room(SLOTS_PER_REQUEST):
-            request = requests[who := waiting.pop(0)]
-            request.start, request.branch = cache.match(request.prefixes[:-1])
-            if request.start:
-                cache.lock(request.prefixes[request.start - 1], 1)
-            cache.held += SLOTS_PER_REQUEST
-            running += 1
-            sent.append((who, request.turn))
-            hit += request.start
-            total += len(request.ids)
-            prefill_free = now + (len(request.ids) - request.start) / machine.prefill_rate
-            heapq.heappush(events, (prefill_free, next(order), "prefilled", who))
-    return Outcome(hit / total if total else 0.0, sent)
+            self.cache.insert(request.prefixes[:kept], "finish")
 
 
 def budget_ceiling(plan: Plan, order: Sequence[tuple[int, int]], slots: int) -> float | None:

@@ -49,6 +49,25 @@ def test_the_next_turn_starts_where_the_last_ended() -> None:
     assert replay(plan, ENOUGH, BoundaryPolicy(finish=False)).rate < ceiling(plan)
 
 
+def test_a_prompt_right_behind_the_first_of_its_kind() -> None:
+    """It is matched before the result of the one in front is looked at; `early` does not wait for that."""
+    document = list(range(1000, 1600))
+    prompts = [document + list(range(2000 + 100 * n, 2070 + 100 * n)) for n in range(2)]
+    plan = Plan([Conversation([Turn(p, 4)], arrival=0.05 * n) for n, p in enumerate(prompts)], concurrency=2)
+    guess = 600 + 70 - 192
+    assert replay(plan, ENOUGH, BoundaryPolicy()).rate == pytest.approx(guess / 1340)
+    assert replay(plan, ENOUGH, BoundaryPolicy(early=False)).rate == replay(plan, ENOUGH, None).rate == 0
+
+
+def test_a_batch_takes_so_many_tokens() -> None:
+    """Two prompts of one batch do not hit each other; one that does not fit in it comes with the next, and hits."""
+    prompts = [list(range(1000, 1500)) + [n] for n in range(3)]
+    plan = Plan([Conversation([Turn(p, 4)]) for p in prompts], concurrency=3)
+    for tokens, hits in ((1600, 0), (1100, 500)):  # at the branch that the second left
+        outcome = replay(plan, Machine(slots=1000, batch_tokens=tokens), BoundaryPolicy())
+        assert outcome.rate == pytest.approx(hits / 1503)
+
+
 def test_hints_name_documents() -> None:
     first, second = list(range(1000, 1300)), list(range(2000, 2400))
     prompts = [first + second, first + list(range(3000, 3300))]

@@ -202,13 +202,13 @@ class _Replay:
             while self.arrivals and self.arrivals[0][0] <= now:
                 self._arrive(heapq.heappop(self.arrivals)[1])
             if self.policy is not None and self.policy.early:
-                in_flight = self._store(in_flight)
+                self._store(in_flight, at_end=False)
             batch, tokens = self._make_batch()
-            in_flight = self._store(in_flight)
+            self._store(in_flight, at_end=True)
+            in_flight = batch
             if batch:
                 now += max(self.machine.least_prefill, tokens * self.machine.prefill_token)
                 self.running += batch
-                in_flight = batch
             elif self.running:
                 now += self.machine.step
                 self._decode(now)
@@ -268,14 +268,14 @@ class _Replay:
                 allowed -= kind != "branch"
         return found + [(at, "end") for at in plain_states(request.start, end, 0)]
 
-    def _store(self, batch: Sequence[int]) -> list[int]:
-        """The states of a prefill come into the cache. Returns what is in flight then: nothing."""
+    def _store(self, batch: Sequence[int], at_end: bool) -> None:
+        """The states of a prefill come into the cache: boundaries, and with its result (`at_end`) that of its end."""
         for who in batch:
             request = self.requests[who]
             for at, kind in request.leaves:
-                if kind != "end" or self._worth("end"):
+                if kind != "end" or (at_end and self._worth("end")):
                     self.cache.insert(request.prefixes[:at], kind)
-        return []
+            request.leaves = [(at, kind) for at, kind in request.leaves if kind == "end" and not at_end]
 
     def _worth(self, kind: str) -> bool:
         return self.ledger is None or self.ledger.worth(kind, self.cache.slots, self.cache.free())

@@ -53,7 +53,7 @@ class BoundaryPolicy:
         least: tokens that lie between two states of one extend, and before the first.
         cold: tokens of new text that a prompt must have before anything is guessed about it (tail, stride).
         finish: whether the state at the end of a request is kept for the next turn.
-        early: whether a prefill's states are in the cache before the next prompts are matched; SGLang waits for its
+        early: whether these states are in the cache before the next prompts are matched, not only with the prefill's
             result, which overlap scheduling looks at one batch later.
         share: the part of all slots that must be free, or hold states never used, before an unproven state takes one.
         protect: the part of the stored states that may be spared by evictions because they were used.

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from sglang_replayssm.prefix_states import states_of
+from sglang_replayssm.prefix_states import PrefixStates, states_of
 from sglang_replayssm.request_ring import ATTRIBUTE, ring_of
 
 Original = Callable[..., Any]
@@ -37,33 +37,34 @@ def _tracked_on_pages(original: Original, batch: Any, req: Any) -> Any:
 
 
 def next_batch(original: Original, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
-    """Scheduler.get_next_batch_to_run: a prefill that is in flight is in the tree when the next prompts are matched."""
+    """Scheduler.get_next_batch_to_run: boundaries in flight are in the tree when the next prompts are matched."""
     states = states_of(scheduler.req_to_token_pool)
     if states is not None and states.policy.early and last_batch is not None:
-        insert_launched(scheduler, last_batch)
+        insert_launched(states, scheduler, last_batch)
     return original(scheduler, running_batch=running_batch, last_batch=last_batch)
 
 
-def insert_launched(scheduler: Any, batch: Any) -> None:
-    """Into the tree with the prompts and states of a prefill whose result nobody has looked at yet.
+def insert_launched(states: PrefixStates, scheduler: Any, batch: Any) -> None:
+    """Into the tree with the boundaries of a prefill whose result nobody has looked at yet.
 
     With overlap scheduling SGLang looks at it after the next batch is launched; prompts that begin alike and come that
     close behind each other would all be computed. It inserts the chunks of a long prompt at this point itself: whatever
-    reads KV or states runs behind the forward that writes them, on its stream. What the result brings comes on top.
-    (A result may end a request without keeping its prompt, where sampling failed: the prompt's KV is good even so.)
+    reads KV or states runs behind the forward that writes them, on its stream. SGLang's own state, and the KV behind
+    the last boundary, go in with the result.
 
-    Not with a host tier: there a result may say that the KV of the prompt failed to load.
+    Not a request that goes on after a retraction: its prompt ends with its own answer, of which the result may cut
+    some. Not with a host tier: there a result may say that the KV of the prompt failed to load.
     """
     cache = scheduler.tree_cache
     if not scheduler.enable_overlap or not batch.forward_mode.is_extend() or cache.cache_controller is not None:
         return
-    from sglang.srt.mem_cache.common import checkpoint_kv_cache
-
     for req in batch.reqs:
         chunk = req is batch.chunked_req or req.inflight_middle_chunks > 0
         gone = req.finished() or req.is_retracted
-        if not chunk and not gone and req not in (batch.decoding_reqs or ()):
-            checkpoint_kv_cache(req, cache)
+        if not chunk and not gone and not req.output_ids:
+            states.checkpoint(
+                cache, req, req.extend_end, lambda cache, req, up_to: cache.checkpoint_into_tree(req, up_to=up_to)
+            )
 
 
 def checkpoint_into_tree(original: Original, cache: Any, req: Any, *, up_to: int, **kwargs: Any) -> Any:

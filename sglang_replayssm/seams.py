@@ -351,7 +351,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         _S + "managers.scheduler.Scheduler.get_next_batch_to_run", "override", ("self", "running_batch", "last_batch")
     ),
-    Seam(_S + "mem_cache.common.checkpoint_kv_cache", "call", ("req", "tree_cache")),
     Seam(_CACHE + "checkpoint_into_tree", "override", ("self", "req", "up_to", "kwargs")),
     Seam(_CACHE + "match_prefix", "override", ("self", "params")),
     Seam(_CACHE + "reset", "override", ("self",)),
@@ -418,7 +417,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         _S + "managers.schedule_batch.ScheduleBatch",
         "read",
-        fields=("reqs", "decoding_reqs", "chunked_req", "forward_mode", "req_to_token_pool", "tree_cache"),
+        fields=("reqs", "chunked_req", "forward_mode", "req_to_token_pool", "tree_cache"),
     ),
     Seam(
         _S + "managers.schedule_batch.Req",

@@ -591,7 +591,6 @@ class CacheMachine:
         batch = SimpleNamespace(
             forward_mode=ForwardMode[launched.mode],
             reqs=[*launched.reqs, *launched.riders],
-            decoding_reqs=launched.riders,
             chunked_req=chunked,
         )
         scheduler = SimpleNamespace(

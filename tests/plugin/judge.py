@@ -22,6 +22,7 @@ STEPS: dict[str, int] = {
     "prefill": 10,
     "decode": 16,
     # a verify step of speculative decoding belongs here, once the plugin serves it
+    "come_round": 3,
     "results": 14,
     "finish_soon": 2,
     "abort": 2,
@@ -102,7 +103,9 @@ class Judge:
         if self.in_flight:
             batch = self.in_flight[-1]
             self.machine.next_batch(batch, self.chunked)
-            self.seen["inserted early"] += sum(req.prefix_len == req.extend_end for req in batch.reqs)
+            self.seen["inserted early"] += sum(
+                req.kv.holds_kv and req.kv.cache_protected_len > req.prefix_len for req in batch.reqs
+            )
 
     def _arrive_all(self) -> None:
         while self.in_flight:
@@ -169,6 +172,10 @@ class Judge:
         text += [rng.randrange(100, 400) for _ in range(rng.choice([0, 1, 3, 9]))]
         self.last = text, hints, rng.choice([1, 2, 3, 5, 9, 30])
         return self.last
+
+    def come_round(self) -> None:
+        """SGLang's loop begins to make a batch; what it launches may come behind a retraction."""
+        self._next_batch()
 
     def decode(self) -> None:
         self._next_batch()

@@ -161,11 +161,11 @@ MUTATIONS = (
     ),
     Mutation("what has left is inserted", "cache_hooks.insert_launched", "and not gone", ""),
     Mutation(
-        "decode rows beside a prefill are inserted",
+        "a request that goes on after a retraction is inserted early",
         "cache_hooks.insert_launched",
-        "and req not in (batch.decoding_reqs or ())",
+        "and not req.output_ids",
         "",
-        MIXED,
+        "boundaries, tight",
     ),
     Mutation("no snapshot of a decode step", "hooks.track_decode", "ring.snapshot()", "pass", "SGLang's own states"),
     Mutation(

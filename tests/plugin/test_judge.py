@@ -52,7 +52,7 @@ def test_everything_stays_exact_and_nothing_leaks(name: str) -> None:
     expected = {"hit": 20, "DECODE": 100, "finish": 50, "abort": 20, "retract": 10, "flush": 2}
     expected["MIXED"] = 20 if setting.get("mixed") else 0
     expected["boundary"] = 20 if setting.get("policy") else 0
-    expected["inserted early"] = 20 if setting.get("policy") and not setting.get("host") else 0
+    expected["inserted early"] = 10 if setting.get("policy") and not setting.get("host") else 0
     expected["loaded"] = {None: 0, "write_through_selective": 3}.get(setting.get("host"), 10)
     assert {kind: seen[kind] for kind, least in expected.items() if seen[kind] < least} == {}, seen
 

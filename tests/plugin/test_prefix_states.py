@@ -86,6 +86,28 @@ def test_a_prompt_hits_while_the_first_of_its_kind_is_in_flight(core: str, setti
 
 
 @cores
+@pytest.mark.parametrize("cut", [0, 3, 60])
+def test_a_request_that_went_on_after_a_retraction_may_end_with_its_prefill(core: str, cut: int) -> None:
+    """Its prompt ends with its own answer, which a stop cuts: what the tree owns by then is not freed with the rest."""
+    machine = CacheMachine(core, POLICY)
+    req = machine.request(text(70, seed=1), out=90)
+    assert machine.admit(req)
+    machine.result(machine.launch_extend({req: len(req.text)}))
+    for _ in range(80):
+        machine.result(machine.launch_decode([req]))
+    machine.retract(req)
+    assert machine.admit(req)
+    launched = machine.launch_extend({req: len(req.text)})
+    assert any(boundary.at > 80 for boundary in req.replayssm_boundaries), "in the answer"
+    machine.next_batch(launched)
+    req.sampling_params.max_new_tokens, req.cut = len(req.output_ids) + 1, cut
+    machine.result(launched)
+    assert req.finished()
+    machine.check()
+    machine.evict_everything()
+
+
+@cores
 def test_plain_learns_from_the_second(core: str) -> None:
     machine, shared = CacheMachine(core, None), text(117, seed=1)
     assert [served(machine, shared + text(33 + n, seed=n)).hit for n in (2, 3, 4)] == [0, 0, 64]

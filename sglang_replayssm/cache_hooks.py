@@ -59,18 +59,18 @@ def insert_launched(states: PrefixStates, scheduler: Any, batch: Any) -> None:
     if not scheduler.enable_overlap or not batch.forward_mode.is_extend() or cache.cache_controller is not None:
         return
     for req in batch.reqs:
-        chunk = req is batch.chunked_req or req.inflight_middle_chunks > 0
-        gone = req.finished() or req.is_retracted
-        if not chunk and not gone and not req.output_ids:
-            states.checkpoint(
-                cache, req, req.extend_end, lambda cache, req, up_to: cache.checkpoint_into_tree(req, up_to=up_to)
-            )
+        if not req.finished() and not req.output_ids:  # an aborted chunk is finished, and not released yet
+            states.insert_boundaries(cache, req, req.extend_end, _insert)
+
+
+def _insert(cache: Any, req: Any, *, up_to: int) -> None:
+    cache.checkpoint_into_tree(req, up_to=up_to)
 
 
 def checkpoint_into_tree(original: Original, cache: Any, req: Any, *, up_to: int, **kwargs: Any) -> Any:
     """UnifiedRadixCache.checkpoint_into_tree: boundaries go in before SGLang's own state."""
     states = states_of(cache.req_to_token_pool)
-    if states is not None:
+    if states is not None and not states.inserting:
         states.checkpoint(cache, req, up_to, original)
     return original(cache, req, up_to=up_to, **kwargs)
 

@@ -85,6 +85,11 @@ class PrefixStates:
         """Whether prefills are still asked for states: not once too many in a row were not written."""
         return self._unwritten < _GIVE_UP_AFTER
 
+    @property
+    def inserting(self) -> bool:
+        """Whether the insert that is running is a boundary's."""
+        return self._inserting is not None
+
     # -- before a prefill: choose -------------------------------------------------------------------------------------
 
     def prepare_extend(self, batch: Any, req: Any, original: Any) -> Any:
@@ -214,8 +219,16 @@ class PrefixStates:
     # -- after the prefill: insert ------------------------------------------------------------------------------------
 
     def checkpoint(self, cache: Any, req: Any, up_to: int, original: Any) -> None:
-        """Before `checkpoint_into_tree`: the request's boundaries become nodes, shorter keys first."""
+        """Before `checkpoint_into_tree`: the request's boundaries become nodes, if they are none yet."""
         self._open.discard(req.kv.req_pool_idx)
+        self.insert_boundaries(cache, req, up_to, original)
+
+    def insert_boundaries(self, cache: Any, req: Any, up_to: int, original: Any) -> None:
+        """The boundaries of a request's extend become nodes, shorter keys first; those beyond `up_to` are given up.
+
+        Args:
+            original: `checkpoint_into_tree`.
+        """
         boundaries = getattr(req, _ON_REQUEST, None)
         if not boundaries:
             return

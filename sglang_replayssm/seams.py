@@ -417,7 +417,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         _S + "managers.schedule_batch.ScheduleBatch",
         "read",
-        fields=("reqs", "chunked_req", "forward_mode", "req_to_token_pool", "tree_cache"),
+        fields=("reqs", "forward_mode", "req_to_token_pool", "tree_cache"),
     ),
     Seam(
         _S + "managers.schedule_batch.Req",
@@ -425,7 +425,7 @@ SEAMS: tuple[Seam, ...] = (
         fields=("rid", "kv", "prefix_len", "extend_end", "full_untruncated_fill_ids", "mamba_branching_seqlen")
         + ("sampling_params", "extra_key", "cache_salt", "multimodal_inputs", "input_embeds")
         + ("positional_embed_overrides", "skip_radix_cache_insert", "origin_input_ids", "output_ids")
-        + ("finished_reason", "grammar", "inflight_middle_chunks", "is_retracted", "finished"),
+        + ("finished_reason", "grammar", "finished"),
     ),
     Seam(_S + "managers.schedule_batch.FINISH_ABORT", "call"),
     Seam(

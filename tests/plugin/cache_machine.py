@@ -584,14 +584,13 @@ class CacheMachine:
 
     # -- results ------------------------------------------------------------------------------------------------------
 
-    def next_batch(self, launched: Launched, chunked: Any = None) -> None:
+    def next_batch(self, launched: Launched) -> None:
         """SGLang's loop comes round: what was launched last is in flight, and the next batch is to be made."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         batch = SimpleNamespace(
             forward_mode=ForwardMode[launched.mode],
             reqs=[*launched.reqs, *launched.riders],
-            chunked_req=chunked,
         )
         scheduler = SimpleNamespace(
             req_to_token_pool=self.pool, tree_cache=self.cache, enable_overlap=not self.setting.no_buffer

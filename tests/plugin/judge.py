@@ -102,7 +102,7 @@ class Judge:
         """What SGLang's loop does first, with the batch whose result it has not looked at."""
         if self.in_flight:
             batch = self.in_flight[-1]
-            self.machine.next_batch(batch, self.chunked)
+            self.machine.next_batch(batch)
             self.seen["inserted early"] += sum(
                 req.kv.holds_kv and req.kv.cache_protected_len > req.prefix_len for req in batch.reqs
             )

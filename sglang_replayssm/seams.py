@@ -404,6 +404,8 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_S + "mem_cache.allocator.mamba.MambaSlotAllocator.alloc", "call", ("self", "need_size")),
     Seam(_S + "mem_cache.allocator.mamba.MambaSlotAllocator.free", "call", ("self", "free_index")),
     Seam(_POOL + "HybridReqToTokenPool.mamba2_layer_cache", "call", ("self", "layer_id")),
+    Seam(_POOL + "_is_npu", "read"),
+    Seam(_POOL + "_is_cpu", "read"),
     Seam(
         _S + "managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend",
         "override",

@@ -256,7 +256,7 @@ TestTraces.settings = settings(
 )
 
 TestVerifyTraces = VerifyTraces.TestCase
-TestVerifyTraces.settings = settings(TestTraces.settings, max_examples=10)
+TestVerifyTraces.settings = settings(TestTraces.settings, max_examples=7)
 
 TestLongTraces = pytest.mark.long(LongTraces.TestCase)
 TestLongTraces.settings = settings(

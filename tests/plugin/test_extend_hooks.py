@@ -181,7 +181,7 @@ class Past(Foreign):
     ("model", "foreign", "prefixes", "lengths", "points"),
     [
         pytest.param(GDN, False, [0, 30, 17], [100, 20, 33], {0: [64, 80], 2: [1, 20]}, id="gdn"),
-        pytest.param(GDN, True, [0, 30], [70, 10], {0: [40, 64], 1: [5]}, id="gdn, another kernel"),
+        pytest.param(GDN, True, [30], [66], {0: [40, 64]}, id="gdn, another kernel"),
         pytest.param(KDA, False, [0, 30], [70, 10], {0: [40, 66]}, id="kda"),
         pytest.param(KDA, True, [0, 30], [70, 10], {0: [40]}, id="kda, another kernel", marks=pytest.mark.long),
         pytest.param(BOUNDED_KDA, False, [0, 30], [80, 20], {0: [40, 70]}, id="bounded kda", marks=pytest.mark.long),
